@@ -1,0 +1,76 @@
+"""DeepInfer-JAX: DeepSeek-V4.1-Flash on any XLA device.
+
+The names below are the public interface. They are loaded on first use (PEP 562), so that importing
+`deepinfer_jax.tokenization` or `deepinfer_jax.scheduler` never imports jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepinfer_jax.cache import Cache, init_cache
+    from deepinfer_jax.checkpoint.hf import load_params
+    from deepinfer_jax.checkpoint.init import init_params
+    from deepinfer_jax.config import ModelConfig, load_config
+    from deepinfer_jax.engine.args import EngineArgs, EngineType
+    from deepinfer_jax.engine.engine import LLMEngine
+    from deepinfer_jax.engine.outputs import RequestOutput
+    from deepinfer_jax.engine.sampling_params import SamplingParams
+    from deepinfer_jax.llm import LLM
+    from deepinfer_jax.model.dspark import draft
+    from deepinfer_jax.model.forward import ForwardOutput, forward
+    from deepinfer_jax.model.vision import encode_image
+    from deepinfer_jax.params import Params
+
+__version__ = "0.1.0"
+
+# Where each public name lives. `__all__` repeats the names because type checkers read it literally.
+_HOME = {
+    "LLM": "llm",
+    "LLMEngine": "engine.engine",
+    "EngineArgs": "engine.args",
+    "EngineType": "engine.args",
+    "SamplingParams": "engine.sampling_params",
+    "RequestOutput": "engine.outputs",
+    "load_config": "config",
+    "load_params": "checkpoint.hf",
+    "init_params": "checkpoint.init",
+    "init_cache": "cache",
+    "forward": "model.forward",
+    "draft": "model.dspark",
+    "encode_image": "model.vision",
+    "ModelConfig": "config",
+    "Params": "params",
+    "ForwardOutput": "model.forward",
+    "Cache": "cache",
+}
+
+__all__ = [
+    "LLM",
+    "Cache",
+    "EngineArgs",
+    "EngineType",
+    "ForwardOutput",
+    "LLMEngine",
+    "ModelConfig",
+    "Params",
+    "RequestOutput",
+    "SamplingParams",
+    "draft",
+    "encode_image",
+    "forward",
+    "init_cache",
+    "init_params",
+    "load_config",
+    "load_params",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deepinfer_jax' has no attribute {name!r}")
+    return getattr(import_module(f"deepinfer_jax.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
