@@ -1,5 +1,11 @@
 """Text -> int32 ids, ids -> text, and what the model derives from ids (model.md §7, DB §3). Never jax."""
 
+from .compressed_vocabulary import (
+    CompressedTokenizer,
+    CompressedVocabulary,
+    compress_vocabulary,
+    encode_compressed,
+)
 from .engram_hash import (
     DEAD,
     engram_multipliers,
@@ -8,12 +14,28 @@ from .engram_hash import (
     ngram_rows,
     ngram_windows,
 )
+from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
+from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
+from .release_policy import apply_release_policy, release_rules
 
 __all__ = [
     "DEAD",
+    "IMAGE_PLACEHOLDERS",
+    "CompressedTokenizer",
+    "CompressedVocabulary",
+    "ImageTokenOffset",
+    "TokenType",
+    "apply_release_policy",
+    "compress_vocabulary",
+    "encode_compressed",
     "engram_multipliers",
     "engram_offsets",
     "engram_primes",
+    "find_image_placeholder",
+    "get_hf_tokenizer",
+    "load_unrepaired_tokenizer",
     "ngram_rows",
     "ngram_windows",
+    "release_rules",
+    "tokenizer_compatibility",
 ]

@@ -49,9 +49,7 @@ def _primes_from(start: int) -> Iterator[int]:
         n += 1
 
 
-def engram_primes(
-    layer_ids: Sequence[int], vocab_size: int, max_ngram: int, heads: int
-) -> npt.NDArray[np.int64]:
+def engram_primes(layer_ids: Sequence[int], vocab_size: int, max_ngram: int, heads: int) -> npt.NDArray[np.int64]:
     """Table sizes of every hash, int64 `[layers, max_ngram - 1, heads]` (model.md §7.2).
 
     Layers in the given order, then n-gram sizes 2…max_ngram, then heads; every row searches from
@@ -83,9 +81,7 @@ def engram_multipliers(layer_id: int, max_ngram: int, compressed_vocab_size: int
         ValueError: `compressed_vocab_size` < 1.
     """
     if compressed_vocab_size < 1:
-        raise ValueError(
-            f"Engram needs a compressed vocabulary of at least one token; got {compressed_vocab_size}"
-        )
+        raise ValueError(f"Engram needs a compressed vocabulary of at least one token; got {compressed_vocab_size}")
     bound = max(1, np.iinfo(np.int64).max // compressed_vocab_size // 2)
     rng = np.random.default_rng(10007 * layer_id)
     return rng.integers(0, bound, size=max_ngram, dtype=np.int64) * 2 + 1
