@@ -63,7 +63,7 @@ def ceil_pow2(x: Array) -> Array:
 
 
 def decode_e4m3(codes: Array) -> Array:
-    """uint8 e4m3 codes -> float32 values, same shape."""
+    """e4m3 codes, uint8 or float8_e4m3fn -> float32 values, same shape."""
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
