@@ -90,7 +90,9 @@ def encode_compressed(ids: npt.ArrayLike, table: npt.NDArray[np.int32], sentinel
         TypeError: `ids` are not integers.
     """
     old = np.asarray(ids)
-    if old.size and not np.issubdtype(old.dtype, np.integer):
+    if old.size == 0:  # NumPy takes an empty list for floats
+        return np.empty(old.shape, np.int32)
+    if not np.issubdtype(old.dtype, np.integer):
         raise TypeError(f"token ids must be integers, these are {old.dtype}")
     inside = (old >= 0) & (old < len(table))
     compressed = np.full(old.shape, sentinel, np.int32)
