@@ -1,0 +1,235 @@
+"""What a sequence keeps on the device between steps (model.md Appendix A; design.md §6), in dense form.
+
+Each row of the batch has its own length, so rows of different ages share one cache. The forward pass asks a cache
+view for the window keys of its rows and for the entries and index keys of an owner, and hands it what to write.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.kernels.formats import fake_quant_fp4_index, fake_quant_fp4_kv, pack_fp4_kv
+from deepinfer_jax.kernels.sparse_attention import PackedEntries
+from deepinfer_jax.layer_plan import layer_plans
+from deepinfer_jax.model.arithmetic import Arithmetic, arithmetic
+from deepinfer_jax.model.compressor import Groups, OpenGroup
+
+DEAD = -1
+"""Compressed id of a position before the sequence or inside an image (model.md §7.2)."""
+
+
+@struct.dataclass
+class Cache:
+    """State of a batch of sequences.
+
+    Attributes:
+        lengths: tokens that each row holds. int32 [batch].
+        windows: per backbone layer, the last `sliding_window` keys as a ring, slot = position % window.
+            [batch, window, head_dim].
+        entries: per KV source, compressed KV. [batch, max_length // ratio, head_dim] in the float32 precisions,
+            `PackedEntries` (FP4 codes and e4m3 scales) otherwise.
+        index_keys: per KV source. [batch, max_length // ratio, index_dim].
+        open_groups: per KV source; None at ratio 1.
+        ngrams: compressed ids of the last n-gram − 1 tokens, DEAD where there is none. int32 [batch, ngram - 1];
+            None without Engram layers.
+        draft_windows: per draft layer, context keys as a ring. [batch, window, head_dim].
+        max_length: tokens that a row can hold (static).
+        precision: the precision that the cache was made for (static).
+    """
+
+    lengths: jax.Array
+    windows: tuple[jax.Array, ...]
+    entries: tuple[jax.Array | PackedEntries, ...]
+    index_keys: tuple[jax.Array, ...]
+    open_groups: tuple[OpenGroup | None, ...]
+    ngrams: jax.Array | None
+    draft_windows: tuple[jax.Array, ...]
+    max_length: int = struct.field(pytree_node=False)
+    precision: str = struct.field(pytree_node=False)
+
+
+def init_cache(config: ModelConfig, batch: int, max_length: int, *, precision: str = "reference") -> Cache:
+    """An empty cache for `batch` sequences of at most `max_length` tokens.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such precision.
+    """
+    if batch < 1 or max_length < 1:
+        raise ValueError(f"init_cache needs at least one row and one token, got batch={batch}, max_length={max_length}")
+    text, arith = config.text, arithmetic(config, precision)
+    window = (batch, text.sliding_window, text.head_dim)
+    ratios = [plan.ratio for plan in layer_plans(text) if plan.is_kv_source]
+    packed = arith.is_low and arith.quantize_cache
+
+    def entries(count: int) -> jax.Array | PackedEntries:
+        if packed:
+            return PackedEntries(
+                codes=jnp.zeros((batch, count, text.head_dim // 2), jnp.uint8),
+                scales=jnp.zeros((batch, count, text.head_dim // 16), jnp.uint8),
+            )
+        return jnp.zeros((batch, count, text.head_dim), arith.dtype)
+
+    def open_group(ratio: int) -> OpenGroup | None:
+        if ratio == 1:
+            return None
+        shape = (batch, ratio - 1, text.head_dim)
+        return OpenGroup(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+
+    return Cache(
+        lengths=jnp.zeros(batch, jnp.int32),
+        windows=tuple(jnp.zeros(window, arith.dtype) for _ in range(text.num_hidden_layers)),
+        entries=tuple(entries(max_length // ratio) for ratio in ratios),
+        index_keys=tuple(jnp.zeros((batch, max_length // ratio, text.index_head_dim), arith.dtype) for ratio in ratios),
+        open_groups=tuple(open_group(ratio) for ratio in ratios),
+        ngrams=jnp.full((batch, text.engram_max_ngram_size - 1), DEAD, jnp.int32) if text.engram_layer_ids else None,
+        draft_windows=tuple(jnp.zeros(window, arith.dtype) for _ in range(text.num_nextn_predict_layers)),
+        max_length=max_length,
+        precision=precision,
+    )
+
+
+def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
+    """Empties the rows where `rows` (bool [batch]) is true; what they held becomes invisible, not zero."""
+    return dataclasses.replace(
+        cache,
+        lengths=jnp.where(rows, 0, cache.lengths),
+        ngrams=None if cache.ngrams is None else jnp.where(rows[:, None], DEAD, cache.ngrams),
+    )
+
+
+class CacheView:
+    """One step's reads and writes on a dense cache; every write is visible to later reads of the same step.
+
+    Attributes:
+        start: position of each row's first new token. int32 [batch].
+        lengths: new tokens of each row. int32 [batch].
+        positions: of each new token, -1 for padding. int32 [batch, time].
+    """
+
+    def __init__(self, cache: Cache, lengths: jax.Array, time: int, config: ModelConfig, arith: Arithmetic) -> None:
+        self._cache = cache
+        self._arith = arith
+        self._window = config.text.sliding_window
+        self._owners = config.text.kv_source_layer_ids
+        self._windows = list(cache.windows)
+        self._entries = list(cache.entries)
+        self._index_keys = list(cache.index_keys)
+        self._open_groups = list(cache.open_groups)
+        self._draft_windows = list(cache.draft_windows)
+        self._ngrams = cache.ngrams
+        self.start = cache.lengths
+        self.lengths = lengths
+        offsets = jnp.arange(time, dtype=jnp.int32)
+        self.positions = jnp.where(offsets < lengths[:, None], self.start[:, None] + offsets, -1)
+        self._time = time
+
+    def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
+        """Writes the new keys of a layer and returns the keys that its rows may see.
+
+        Args:
+            new: [batch, time, head_dim].
+
+        Returns:
+            keys [batch, slots, head_dim], their positions int32 [batch, slots] (−1: none), and whether they lie as
+            [previous window | new tokens] (`banded` of `sparse_attention`).
+        """
+        ring = self._windows[layer]
+        self._windows[layer] = self._write_ring(ring, new)
+        if self._time == 1:
+            # The one new key takes the slot of the only key that it pushes out of the window.
+            return self._windows[layer], self._ring_positions(self.start + self.lengths), False
+        return self._in_order(ring, new), self._ordered_positions(), True
+
+    def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
+        """Quantises and stores completed groups of a KV source. entries, index_keys: [batch, groups, dim]."""
+        source = self._owners.index(owner)
+        capacity = self._index_keys[source].shape[1]
+        rows = jnp.arange(groups.numbers.shape[0])[:, None]
+        # An unfinished group goes out of range and is dropped; a negative index would wrap (A19).
+        slots = jnp.where(groups.complete, groups.numbers, capacity)
+        quantize = self._arith.quantize_cache
+        stored = self._entries[source]
+        if isinstance(stored, PackedEntries):
+            codes, scales = pack_fp4_kv(entries)
+            self._entries[source] = PackedEntries(
+                stored.codes.at[rows, slots].set(codes, mode="drop"),
+                stored.scales.at[rows, slots].set(scales, mode="drop"),
+            )
+        else:
+            entries = fake_quant_fp4_kv(entries) if quantize else entries
+            self._entries[source] = stored.at[rows, slots].set(entries, mode="drop")
+        index_keys = fake_quant_fp4_index(index_keys) if quantize else index_keys
+        self._index_keys[source] = self._index_keys[source].at[rows, slots].set(index_keys, mode="drop")
+
+    def entries(self, owner: int) -> jax.Array | PackedEntries:
+        """All compressed entries of a KV source; which of them exist follows from positions alone."""
+        return self._entries[self._owners.index(owner)]
+
+    def index_keys(self, owner: int) -> jax.Array:
+        """All index keys of a KV source (T1: the owner's, also on steps that complete no group)."""
+        return self._index_keys[self._owners.index(owner)]
+
+    def open_group(self, owner: int) -> OpenGroup | None:
+        """The unfinished group of a KV source."""
+        return self._open_groups[self._owners.index(owner)]
+
+    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
+        """Stores the group left open after this step."""
+        self._open_groups[self._owners.index(owner)] = group
+
+    def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
+        """Appends this step's compressed ids; returns history and new ids, int32 [batch, ngram - 1 + time]."""
+        assert self._ngrams is not None
+        together = jnp.concatenate([self._ngrams, compressed], axis=1)
+        last = self.lengths[:, None] + jnp.arange(self._ngrams.shape[1], dtype=jnp.int32)
+        self._ngrams = jnp.take_along_axis(together, last, axis=1)
+        return together
+
+    def write_draft_window(self, layer: int, new: jax.Array) -> None:
+        """Stores draft context keys of the new tokens. new: [batch, time, head_dim]."""
+        self._draft_windows[layer] = self._write_ring(self._draft_windows[layer], new)
+
+    def finish(self) -> Cache:
+        """The cache after this step; rows that would overflow keep their length at `max_length`."""
+        return dataclasses.replace(
+            self._cache,
+            lengths=jnp.minimum(self.start + self.lengths, self._cache.max_length),
+            windows=tuple(self._windows),
+            entries=tuple(self._entries),
+            index_keys=tuple(self._index_keys),
+            open_groups=tuple(self._open_groups),
+            ngrams=self._ngrams,
+            draft_windows=tuple(self._draft_windows),
+        )
+
+    def _ring_positions(self, end: jax.Array) -> jax.Array:
+        return ring_positions(end, self._window)
+
+    def _write_ring(self, ring: jax.Array, new: jax.Array) -> jax.Array:
+        if self._time == 1:
+            slot = jnp.where(self.lengths > 0, self.start % self._window, self._window)
+            return ring.at[jnp.arange(ring.shape[0]), slot].set(new[:, 0], mode="drop")
+        offset = self._ring_positions(self.start + self.lengths) - self.start[:, None]  # of each slot's newest token
+        taken = jnp.take_along_axis(new, jnp.clip(offset, 0, self._time - 1)[..., None], axis=1)
+        return jnp.where((offset >= 0)[..., None], taken, ring)
+
+    def _in_order(self, ring: jax.Array, new: jax.Array) -> jax.Array:
+        slots = (self.start[:, None] + jnp.arange(self._window, dtype=jnp.int32)) % self._window
+        return jnp.concatenate([jnp.take_along_axis(ring, slots[..., None], axis=1), new], axis=1)
+
+    def _ordered_positions(self) -> jax.Array:
+        before = self.start[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
+        return jnp.concatenate([jnp.maximum(before, -1), self.positions], axis=1)
+
+
+def ring_positions(end: jax.Array, window: int) -> jax.Array:
+    """Position of the newest token in each slot of a ring that holds positions below `end`, −1 if there is none.
+
+    end: int32 [batch] -> int32 [batch, window]. Example: end 5, window 4 -> [4, 1, 2, 3].
+    """
+    last = end[:, None] - 1
+    newest = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
+    return jnp.maximum(newest, -1)

@@ -1,0 +1,47 @@
+"""What each precision means (design.md §4, golden README modes)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from deepinfer_jax.config import PRECISIONS, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """The arithmetic of one forward pass, static under jit.
+
+    Attributes:
+        dtype: of streams, activations and caches; every bf16(·) of model.md rounds to it.
+        quantize_activations: FP8 quantiser in front of every quantised linear (model.md §2.3).
+        quantize_cache: quantisers of window KV, entries, index queries and keys (model.md §2.4).
+    """
+
+    dtype: DTypeLike
+    quantize_activations: bool
+    quantize_cache: bool
+
+    @property
+    def is_low(self) -> bool:
+        return self.dtype == jnp.bfloat16
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """bf16(x) of model.md; the identity in the float32 precisions."""
+        return x.astype(self.dtype)
+
+
+@functools.cache
+def arithmetic(config: ModelConfig, precision: str) -> Arithmetic:
+    """The arithmetic of a precision; an unquantised checkpoint has no activation quantisers.
+
+    Raises:
+        ValueError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    if precision in ("float32", "float32_exact"):
+        return Arithmetic(jnp.float32, False, precision == "float32")
+    return Arithmetic(jnp.bfloat16, precision == "reference" and config.quantized, True)

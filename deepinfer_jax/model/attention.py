@@ -1,0 +1,170 @@
+"""Attention of one layer: projections, window, compressed branch, output projection (model.md §5)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.cache import CacheView
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.kernels.dot import batched_matmul
+from deepinfer_jax.kernels.formats import fake_quant_fp8
+from deepinfer_jax.kernels.quantized_linear import dequantize, linear
+from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attention
+from deepinfer_jax.layer_plan import LayerPlan
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.compressor import compress, entries_and_index_keys
+from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.probe import Probe
+from deepinfer_jax.model.rope import Rotation, rotate, rotation
+from deepinfer_jax.params import Attention
+
+
+@dataclasses.dataclass
+class Published:
+    """What earlier layers of one forward pass left for later ones (model.md §5.8).
+
+    Attributes:
+        picks: entries chosen by the last index source. int32 [batch, time, k].
+        candidates: entries inside the candidate blocks. bool [batch, time, entries].
+    """
+
+    picks: jax.Array | None = None
+    candidates: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What every layer of one forward pass shares.
+
+    Attributes:
+        view: the cache.
+        rotations: of the new tokens, for ratio-0 layers and for compressed layers.
+        published: picks and candidates so far.
+        probe: captures and edits.
+        choice: which kernels run.
+    """
+
+    text: TextConfig
+    arith: Arithmetic
+    view: CacheView
+    rotations: dict[bool, Rotation]
+    published: Published
+    probe: Probe
+    choice: KernelChoice
+
+    @classmethod
+    def start(cls, text: TextConfig, arith: Arithmetic, view: CacheView, probe: Probe, choice: KernelChoice) -> "Step":
+        rotations = {kind: rotation(text, view.positions, compressed=kind) for kind in (False, True)}
+        return cls(text, arith, view, rotations, Published(), probe, choice)
+
+
+def query_projection(
+    x: jax.Array, params: Attention, by: Rotation, text: TextConfig, arith: Arithmetic
+) -> tuple[jax.Array, jax.Array]:
+    """qr (normed q-lora vector) [batch, time, q_lora] and q [batch, time, heads, head_dim], rotated; no per-head
+    norm (T2)."""
+    quantize = arith.quantize_activations
+    latent = rms_norm(linear(x, params.wq_a, quantize_input=quantize), params.q_norm, text.rms_norm_eps)
+    query = linear(latent, params.wq_b, quantize_input=quantize)
+    query = query.reshape(*x.shape[:2], text.num_attention_heads, text.head_dim)
+    return latent, rotate(query, by.heads())
+
+
+def window_keys(x: jax.Array, params: Attention, by: Rotation, text: TextConfig, arith: Arithmetic) -> jax.Array:
+    """Window KV (K = V, one head): projected, normed, rotated, FP8-quantised. [batch, time, head_dim]."""
+    projected = linear(x, params.wkv, quantize_input=arith.quantize_activations)
+    keys = rotate(rms_norm(projected, params.kv_norm, text.rms_norm_eps), by)
+    return fake_quant_fp8(keys) if arith.quantize_cache else keys
+
+
+def output_projection(
+    heads: jax.Array, params: Attention, by: Rotation, text: TextConfig, arith: Arithmetic
+) -> jax.Array:
+    """De-rotates (T13), projects each group of heads with wo_a, then wo_b (model.md §5.4).
+
+    heads: [batch, time, heads, head_dim] -> [batch, time, hidden].
+    """
+    batch, time = heads.shape[:2]
+    grouped = rotate(heads, by.inverse().heads()).reshape(batch * time, text.o_groups, -1)
+    wo_a = dequantize(params.wo_a, arith.dtype).reshape(text.o_groups, text.o_lora_rank, -1)
+    # Groups lead: XLA:CPU cannot run a bf16 product whose batch axis is not the first (jax.md §1.3).
+    latent = arith.round(jnp.swapaxes(batched_matmul(jnp.swapaxes(grouped, 0, 1), wo_a), 0, 1))
+    latent = latent.reshape(batch, time, -1)
+    return linear(latent, params.wo_b, quantize_input=arith.quantize_activations)
+
+
+def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> jax.Array:
+    """One backbone layer's attention.
+
+    Args:
+        x: normed collapse of the streams. [batch, time, hidden].
+
+    Returns:
+        [batch, time, hidden].
+    """
+    text, arith, view = step.text, step.arith, step.view
+    by = step.rotations[plan.ratio > 0]
+    latent, query = query_projection(x, params, by, text, arith)
+    keys, positions, banded = view.window(plan.index, window_keys(x, params, by, text, arith))
+    entries: jax.Array | PackedEntries | None = None
+    picks: jax.Array | None = None
+    if plan.kv_owner is not None:
+        if plan.is_kv_source:
+            _store_entries(x, params, plan, step)
+        if plan.is_index_source:
+            _publish_picks(latent, x, params, plan, step)
+        entries, picks = view.entries(plan.kv_owner), step.published.picks
+        if picks is None or picks.shape[-1] == 0:
+            entries = picks = None  # no entry can exist yet
+    heads = sparse_attention(
+        query,
+        keys,
+        positions,
+        entries,
+        picks,
+        view.positions,
+        params.attn_sink,
+        sliding_window=text.sliding_window,
+        scale=text.head_dim**-0.5,
+        round_probabilities=arith.is_low,
+        banded=banded,
+        choice=step.choice,
+    )
+    return output_projection(heads, params, by, text, arith)
+
+
+def _store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
+    view = step.view
+    assert params.compressor is not None and params.index_key is not None
+    groups, left_open = compress(
+        x,
+        params.compressor,
+        plan.ratio,
+        view.start,
+        view.lengths,
+        view.open_group(plan.index),
+        step.text,
+        step.arith,
+    )
+    view.write_open_group(plan.index, left_open)
+    entries, index_keys = entries_and_index_keys(groups, params.index_key, plan.ratio, step.text)
+    view.write_entries(plan.index, groups, entries, index_keys)
+
+
+def _publish_picks(latent: jax.Array, x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
+    assert params.indexer is not None and plan.kv_owner is not None
+    name = f"layers.{plan.index}.attention"
+    visible = jnp.maximum(step.view.positions + 1, 0) // plan.ratio  # entries whose last token is not later
+    index_keys = step.view.index_keys(plan.kv_owner)
+    scores = index_scores(latent, x, index_keys, visible, params.indexer, step.rotations[True], step.text, step.arith)
+    candidates = step.published.candidates
+    if plan.uses_candidates and candidates is not None:
+        scores = jnp.where(candidates, scores, -jnp.inf)
+    scores = step.probe(f"{name}.index_scores", scores)
+    if plan.is_candidate_source:
+        chosen = candidate_entries(scores, visible, step.text)
+        step.published.candidates = step.probe(f"{name}.candidates", chosen)
+    step.published.picks = step.probe(f"{name}.index_picks", pick(scores, step.text.index_topk))

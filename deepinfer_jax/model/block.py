@@ -1,0 +1,61 @@
+"""One layer around its two sublayers, backbone and draft alike (model.md §4, Appendix A)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.hyper_connections import collapse, expand, mix_coefficients
+from deepinfer_jax.model.moe import mixture, route
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.probe import Probe
+from deepinfer_jax.params import Layer
+
+
+def initial_streams(embedded: jax.Array, text: TextConfig) -> tuple[jax.Array, jax.Array]:
+    """Four equal streams and pre = (1, 0, 0, 0). embedded: [batch, time, hidden]."""
+    batch, time, hidden = embedded.shape
+    streams = jnp.broadcast_to(embedded[:, :, None], (batch, time, text.hc_mult, hidden))
+    pre = jnp.zeros((batch, time, text.hc_mult), jnp.float32).at[..., 0].set(1.0)
+    return streams, pre
+
+
+def block(
+    streams: jax.Array,
+    pre: jax.Array,
+    params: Layer,
+    attend: Callable[[jax.Array], jax.Array],
+    *,
+    name: str,
+    experts_per_token: int,
+    image_mask: jax.Array | None,
+    valid: jax.Array,
+    text: TextConfig,
+    arith: Arithmetic,
+    probe: Probe,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention and experts, each collapsing with the previous sublayer's pre and expanding with its own mix (T3).
+
+    Args:
+        streams: [batch, time, streams, hidden].
+        pre: float32 [batch, time, streams].
+        attend: normed input [batch, time, hidden] to attention output.
+        name: prefix of the probed tensors, e.g. "layers.3".
+
+    Returns:
+        streams and pre for the next layer.
+    """
+    mix = mix_coefficients(streams, params.hc_attn, text)
+    x = rms_norm(collapse(streams, pre), params.attn_norm, text.rms_norm_eps)
+    y = probe(f"{name}.attention.output", attend(probe(f"{name}.attention.input", x)))
+    streams, pre = expand(y, streams, mix), mix.pre
+
+    mix = mix_coefficients(streams, params.hc_ffn, text)
+    x = rms_norm(collapse(streams, pre), params.ffn_norm, text.rms_norm_eps)
+    expert_ids, weights = route(x, params.ffn, image_mask, experts_per_token, text.routed_scaling_factor)
+    expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
+    weights = probe(f"{name}.moe.expert_weights", weights)
+    y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith))
+    return probe(f"{name}.streams", expand(y, streams, mix)), probe(f"{name}.pre", mix.pre)

@@ -1,0 +1,99 @@
+"""Compressor of KV sources: tokens to latents, latents to entries and index keys (model.md §5.5)."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.dot import matmul
+from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.rope import rotate, rotation
+from deepinfer_jax.params import Compressor, IndexKey
+
+
+@struct.dataclass
+class OpenGroup:
+    """The last ratio − 1 tokens, which may belong to an unfinished group.
+
+    Attributes:
+        kv: κ, fp32 [batch, ratio - 1, head_dim].
+        gate: γ, fp32 [batch, ratio - 1, head_dim].
+    """
+
+    kv: jax.Array
+    gate: jax.Array
+
+
+@struct.dataclass
+class Groups:
+    """Groups that may have been completed by the new tokens, by absolute parity (T14).
+
+    Attributes:
+        latents: RMS-normed, unrotated. [batch, groups, head_dim].
+        numbers: entry number of each. int32 [batch, groups].
+        complete: bool [batch, groups].
+    """
+
+    latents: jax.Array
+    numbers: jax.Array
+    complete: jax.Array
+
+
+def compress(
+    x: jax.Array,
+    params: Compressor,
+    ratio: int,
+    start: jax.Array,
+    lengths: jax.Array,
+    open_group: OpenGroup | None,
+    text: TextConfig,
+    arith: Arithmetic,
+) -> tuple[Groups, OpenGroup | None]:
+    """Latents of the groups that end within the new tokens, and the group left open.
+
+    Args:
+        x: normed input of the layer's attention. [batch, time, hidden].
+        start: absolute position of the first new token. int32 [batch].
+        lengths: new tokens of each row. int32 [batch].
+        open_group: None at ratio 1.
+    """
+    batch, time, _ = x.shape
+    if ratio == 1:
+        latents = linear(x, params.wkv)
+        numbers = start[:, None] + jnp.arange(time, dtype=jnp.int32)
+        complete = jnp.arange(time) < lengths[:, None]
+        return Groups(rms_norm(latents, params.norm, text.rms_norm_eps), numbers, complete), None
+    assert open_group is not None
+    carried = ratio - 1
+    wide = x.astype(jnp.float32)
+    kv = jnp.concatenate([open_group.kv, matmul(wide, params.wkv)], axis=1)  # [batch, carried + time, head_dim]
+    gate = jnp.concatenate([open_group.gate, matmul(wide, params.wgate)], axis=1)
+    count = (time + ratio - 1) // ratio
+    numbers = start[:, None] // ratio + jnp.arange(count, dtype=jnp.int32)
+    # Token of absolute position p stands at p − start + carried in the concatenation.
+    members = (numbers * ratio - start[:, None] + carried)[..., None] + jnp.arange(ratio, dtype=jnp.int32)
+    members = jnp.minimum(members, carried + time - 1).reshape(batch, count * ratio, 1)
+    grouped_kv = jnp.take_along_axis(kv, members, axis=1).reshape(batch, count, ratio, -1)
+    grouped_gate = jnp.take_along_axis(gate, members, axis=1).reshape(batch, count, ratio, -1)
+    latents = arith.round(jnp.sum(jax.nn.softmax(grouped_gate, axis=2) * grouped_kv, axis=2))
+    complete = (numbers + 1) * ratio <= (start + lengths)[:, None]
+    last = (lengths[:, None] + jnp.arange(carried, dtype=jnp.int32))[..., None]
+    left_open = OpenGroup(jnp.take_along_axis(kv, last, axis=1), jnp.take_along_axis(gate, last, axis=1))
+    return Groups(rms_norm(latents, params.norm, text.rms_norm_eps), numbers, complete), left_open
+
+
+def entries_and_index_keys(
+    groups: Groups, params: IndexKey, ratio: int, text: TextConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Rotated latents and index keys, before their cache quantisers.
+
+    The position of entry j is that of its first token, j·ratio; the index key comes from the unrotated latent.
+
+    Returns:
+        entries [batch, groups, head_dim], index keys [batch, groups, index_dim].
+    """
+    by = rotation(text, groups.numbers * ratio, compressed=True)
+    index_keys = rms_norm(linear(groups.latents, params.wk), params.k_norm, text.rms_norm_eps)
+    return rotate(groups.latents, by), rotate(index_keys, by)

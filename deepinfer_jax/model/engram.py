@@ -1,0 +1,56 @@
+"""Engram: n-gram memory read by hash and gated into the streams (model.md §7.3)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.quantized_linear import dequantize, linear
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.params import Engram
+
+_GATE_FLOOR = 1e-6
+
+
+def compressed_ids(tokens: jax.Array, token_map: jax.Array, image_mask: jax.Array | None) -> jax.Array:
+    """Compressed id of each token; −1 (dead) at image tokens and at ids outside the map (T41). int32 [batch, time]."""
+    size = token_map.shape[0]
+    known = (tokens >= 0) & (tokens < size)
+    if image_mask is not None:
+        known = known & ~image_mask
+    return jnp.where(known, token_map[jnp.clip(tokens, 0, size - 1)], -1)
+
+
+def engram(
+    streams: jax.Array,
+    rows: jax.Array,
+    params: Engram,
+    image_mask: jax.Array | None,
+    text: TextConfig,
+    arith: Arithmetic,
+) -> jax.Array:
+    """Adds the gated memory to every stream; image tokens keep their streams.
+
+    Args:
+        streams: [batch, time, streams, hidden].
+        rows: table rows. int32 [batch, time, (ngram - 1)·heads].
+        image_mask: bool [batch, time], or None.
+    """
+    batch, time, count, hidden = streams.shape
+    table = jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), params.embed)
+    memory = dequantize(table, arith.dtype).astype(arith.dtype).reshape(batch, time, -1)
+    projected = linear(memory, params.wkv, quantize_input=arith.quantize_activations).astype(jnp.float32)
+    key = projected[..., : count * hidden].reshape(batch, time, count, hidden)
+    value = projected[..., None, count * hidden :]
+    h = streams.astype(jnp.float32)
+    fused = params.q_weight.astype(jnp.float32) * params.k_weight.astype(jnp.float32)
+    d = (
+        jnp.sum(h * fused * key, axis=-1)
+        * lax.rsqrt(jnp.mean(h * h, axis=-1) + text.rms_norm_eps)
+        * lax.rsqrt(jnp.mean(key * key, axis=-1) + text.rms_norm_eps)
+        * hidden**-0.5
+    )
+    gate = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), _GATE_FLOOR)), d))
+    if image_mask is not None:
+        gate = jnp.where(image_mask[..., None], 0, gate)
+    return arith.round(h + gate[..., None] * value)

@@ -1,0 +1,184 @@
+"""The one forward pass (model.md Appendix A) and its public entry (design.md §4)."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy.typing as npt
+from flax import struct
+
+from deepinfer_jax.cache import Cache, CacheView, init_cache
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.kernels.dot import matmul
+from deepinfer_jax.layer_plan import layer_plans
+from deepinfer_jax.model.arithmetic import arithmetic
+from deepinfer_jax.model.attention import Step, attention
+from deepinfer_jax.model.block import block, initial_streams
+from deepinfer_jax.model.checks import check_inputs
+from deepinfer_jax.model.dspark import store_context, tap
+from deepinfer_jax.model.embedding import embed_tokens, merge_images
+from deepinfer_jax.model.engram import compressed_ids, engram
+from deepinfer_jax.model.engram_hash import engram_rows
+from deepinfer_jax.model.hyper_connections import collapse
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.probe import Edit, Probe, resolve_captures, resolve_edits
+from deepinfer_jax.params import Params
+
+IntArray = jax.Array | npt.NDArray[Any]
+
+
+@struct.dataclass
+class ForwardOutput:
+    """Result of `forward`.
+
+    Attributes:
+        logits: float32 [batch, time, vocab]; None with return_logits=False.
+        hidden: normed final states, what the head reads. [batch, time, hidden].
+        cache: the cache after these tokens; None when none was given.
+        captured: the captured tensors by name, each [batch, time, ...].
+    """
+
+    logits: jax.Array | None
+    hidden: jax.Array
+    cache: Cache | None
+    captured: dict[str, jax.Array]
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: IntArray,
+    *,
+    cache: Cache | None = None,
+    lengths: IntArray | None = None,
+    token_types: IntArray | None = None,
+    image_embeds: jax.Array | None = None,
+    precision: str = "reference",
+    capture: Iterable[str] = (),
+    edit: Mapping[str, Edit] | None = None,
+    return_logits: bool = True,
+) -> ForwardOutput:
+    """The exact model on a batch of token rows. Pure, jittable, differentiable; runs on any backend.
+
+    Called eagerly it checks its inputs and runs an internally jitted body; under an outer `jax.jit` it nests and
+    checks shapes and dtypes only.
+
+    Args:
+        params: from `load_params` or `init_params`, in the same precision.
+        config: the model.
+        tokens: any integer dtype [batch, time].
+        cache: continue after what it holds (each row has its own length); None starts at position 0.
+        lengths: tokens of each row, the rest is padding on the right. int [batch]; None: all of them.
+        token_types: roles, −1 text, 0 image start, 1 image, 2 new line, 3 image end. int [batch, time]; None: text.
+        image_embeds: aligner rows [features, hidden] for the image positions in batch-major order.
+        precision: "reference", "bf16", "float32" or "float32_exact" (design.md §4).
+        capture: names or `*` patterns of tensors to return (`model.probe.capture_names` lists them).
+        edit: name or pattern -> function of one array; its result takes the tensor's place.
+        return_logits: False leaves the head out.
+
+    Returns:
+        `ForwardOutput`. Logits at padding positions mean nothing. Under tracing, rows that overflow the cache have
+        NaN logits and hidden states.
+
+    Raises:
+        ValueError: wrong shape or dtype, an id or role out of range, a precision other than that of params or cache,
+            an unknown capture or edit name, a cache that would overflow, image data that do not fit.
+    """
+    captures = resolve_captures(config, capture)
+    edits = resolve_edits(config, edit)
+    arithmetic(config, precision)
+    tokens, lengths, token_types = check_inputs(
+        params, config, tokens, cache, lengths, token_types, image_embeds, precision
+    )
+    return _forward(
+        params,
+        tokens,
+        cache,
+        lengths,
+        token_types,
+        image_embeds,
+        config=config,
+        precision=precision,
+        captures=captures,
+        edits=edits,
+        return_logits=return_logits,
+        choice=KernelChoice(),
+    )
+
+
+def compute_logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """The head on normed final states (model.md §11). [..., hidden] -> float32 [..., vocab]."""
+    return matmul(hidden, params.head)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision", "captures", "edits", "return_logits", "choice"))
+def _forward(
+    params: Params,
+    tokens: jax.Array,
+    cache: Cache | None,
+    lengths: jax.Array | None,
+    token_types: jax.Array | None,
+    image_embeds: jax.Array | None,
+    *,
+    config: ModelConfig,
+    precision: str,
+    captures: tuple[str, ...],
+    edits: tuple[tuple[str, Edit], ...],
+    return_logits: bool,
+    choice: KernelChoice,
+) -> ForwardOutput:
+    text, arith = config.text, arithmetic(config, precision)
+    batch, time = tokens.shape
+    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
+    before = init_cache(config, batch, time, precision=precision) if cache is None else cache
+    view = CacheView(before, lengths, time, config, arith)
+    valid = view.positions >= 0
+    probe = Probe(captures, edits)
+
+    image_mask = None if token_types is None else (token_types >= 0) & valid
+    embedded = embed_tokens(tokens, params, arith)
+    if token_types is not None and params.vision is not None:
+        roles = jnp.where(valid, token_types, -1)
+        embedded = merge_images(embedded, roles, image_embeds, params.vision, arith)
+    streams, pre = initial_streams(probe("embed", embedded), text)
+    rows = None
+    if text.engram_layer_ids:
+        history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
+        rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
+
+    step = Step.start(text, arith, view, probe, choice)
+    taps: dict[int, jax.Array] = {}
+    for plan, layer in zip(layer_plans(text), params.layers, strict=True):
+        name = f"layers.{plan.index}"
+        with jax.named_scope(name):
+            if plan.engram is not None and rows is not None:
+                layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
+                streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
+                streams = probe(f"{name}.engram.streams", streams)
+            if plan.tap:
+                taps[plan.index] = tap(streams)
+            streams, pre = block(
+                streams,
+                pre,
+                layer,
+                functools.partial(attention, params=layer.attn, plan=plan, step=step),
+                name=name,
+                experts_per_token=text.num_experts_per_tok,
+                image_mask=image_mask,
+                valid=valid,
+                text=text,
+                arith=arith,
+                probe=probe,
+            )
+    if params.draft is not None:
+        gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
+        store_context(gathered, params.draft, step)
+
+    hidden = probe("final_norm", rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps))
+    overflow = (view.start + lengths > before.max_length)[:, None, None]
+    hidden = jnp.where(overflow, jnp.nan, hidden)
+    logits = compute_logits(params, hidden) if return_logits else None
+    return ForwardOutput(logits, hidden, None if cache is None else view.finish(), probe.captured)

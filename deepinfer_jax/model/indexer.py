@@ -1,0 +1,124 @@
+"""Two-level indexer: which compressed entries each query attends (model.md §5.6, §5.7)."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.dot import dot
+from deepinfer_jax.kernels.formats import fake_quant_fp4_index
+from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.rope import Rotation, rotate
+from deepinfer_jax.params import Indexer
+
+_TILE_BYTES = 1 << 25  # of fp32 products per tile of query rows
+
+
+def index_scores(
+    query_latent: jax.Array,
+    x: jax.Array,
+    index_keys: jax.Array,
+    visible: jax.Array,
+    params: Indexer,
+    by: Rotation,
+    text: TextConfig,
+    arith: Arithmetic,
+) -> jax.Array:
+    """score(p, j) = Σ_n relu(q_n·I_j)·w_n, −∞ where j is not visible to p.
+
+    relu comes before the head sum and head weights keep their sign (T16). In bf16 every product and the sum are
+    rounded as the reference does, fp32 accumulation inside each.
+
+    Args:
+        query_latent: normed q-lora vector. [batch, time, q_lora].
+        x: normed input of the layer. [batch, time, hidden].
+        index_keys: [batch, entries, index_dim].
+        visible: entries visible to each query, a count. int32 [batch, time].
+
+    Returns:
+        [batch, time, entries] in the arithmetic's dtype.
+    """
+    batch, time, _ = x.shape
+    heads, dim, entries = text.index_n_heads, text.index_head_dim, index_keys.shape[1]
+    query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
+    query = rotate(query.reshape(batch, time, heads, dim), by.heads())
+    if arith.quantize_cache:
+        query = fake_quant_fp4_index(query)
+    # Both roots are rounded to fp64 before the product, once, as everywhere (model.md §5.6).
+    weights = arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
+
+    def tile(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        query, weights, visible = rows
+        size = query.shape[1]
+        products = dot(query.reshape(batch, size * heads, dim), index_keys, (((2,), (2,)), ((0,), (0,))))
+        products = arith.round(products).reshape(batch, size, heads, entries)
+        terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
+        scores = arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
+        return jnp.where(jnp.arange(entries) < visible[..., None], scores, -jnp.inf)
+
+    return _map_time(tile, (query, weights, visible), batch * heads * entries * 4)
+
+
+def _map_time(
+    function: Callable[[tuple[jax.Array, ...]], jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int
+) -> jax.Array:
+    """Applies a row-wise function over tiles of the time axis so that temporaries stay bounded."""
+    time = rows[0].shape[1]
+    size = max(1, min(time, _TILE_BYTES // bytes_per_row))
+    if size == time:
+        return function(rows)
+    tiles = math.ceil(time / size)
+
+    def split(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, [(0, 0), (0, tiles * size - time)] + [(0, 0)] * (a.ndim - 2))
+        return jnp.moveaxis(padded.reshape(a.shape[0], tiles, size, *a.shape[2:]), 1, 0)
+
+    out = jnp.moveaxis(lax.map(function, tuple(split(a) for a in rows)), 0, 1)
+    return out.reshape(out.shape[0], tiles * size, *out.shape[3:])[:, :time]
+
+
+def candidate_entries(scores: jax.Array, visible: jax.Array, text: TextConfig) -> jax.Array:
+    """Entries inside the kept blocks of each query, bool [batch, time, entries] (model.md §5.7).
+
+    A block scores its best entry; the block of the newest visible entry always stays; blocks that score −∞ never do.
+    """
+    batch, time, entries = scores.shape
+    size = text.candidate_block_size
+    blocks = math.ceil(entries / size)
+    padded = jnp.pad(scores, [(0, 0), (0, 0), (0, blocks * size - entries)], constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(batch, time, blocks, size), axis=-1)
+    newest = jnp.where(visible > 0, (visible - 1) // size, -1)
+    best = jnp.where(jnp.arange(blocks) == newest[..., None], jnp.inf, best)
+    kept = _largest(best, min(text.candidate_topk_blocks, blocks))
+    return jnp.repeat(kept, size, axis=-1)[..., :entries]
+
+
+def _largest(scores: jax.Array, k: int) -> jax.Array:
+    """Mask of the k largest scores of each row, lowest index first on ties, −∞ never (T30)."""
+    finite = scores > -jnp.inf
+    if k >= scores.shape[-1]:
+        return finite
+    threshold = lax.top_k(scores, k)[0][..., -1:]
+    above = scores > threshold
+    tied = scores == threshold
+    room = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return (above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))) & finite
+
+
+def pick(scores: jax.Array, topk: int) -> jax.Array:
+    """The largest scores' entries, ascending, −1 last for what does not exist (T30, T43).
+
+    scores: [batch, time, entries] -> int32 [batch, time, min(topk, entries)].
+    """
+    entries = scores.shape[-1]
+    if entries <= topk:
+        chosen = jnp.where(scores > -jnp.inf, jnp.arange(entries, dtype=jnp.int32), entries)
+    else:
+        values, chosen = lax.top_k(scores, topk)
+        chosen = jnp.where(values > -jnp.inf, chosen, entries)
+    ordered = jnp.sort(chosen, axis=-1)
+    return jnp.where(ordered < entries, ordered, -1)

@@ -1,0 +1,80 @@
+"""Mixture of experts: router, routed experts, shared expert (model.md §6)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.dot import matmul
+from deepinfer_jax.kernels.experts import routed_experts, swiglu
+from deepinfer_jax.kernels.formats import fake_quant_fp8
+from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.params import Experts, MoE
+
+_RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
+
+
+def route(x: jax.Array, params: MoE, image_mask: jax.Array | None, k: int, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Picks k experts per token: the bias moves the choice, never the weight.
+
+    Args:
+        x: [batch, time, hidden].
+        image_mask: bool [batch, time]; those tokens are chosen with `bias_vl` (T26). None: text only.
+        scale: `routed_scaling_factor`.
+
+    Returns:
+        expert ids int32 and weights float32, [batch, time, k], in descending order of biased score.
+    """
+    logits = matmul(x.astype(jnp.float32), params.gate.astype(jnp.float32))
+    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
+    # The inner where keeps the gradient finite where softplus underflows to 0.
+    scores = jnp.where(softplus > 0, jnp.sqrt(jnp.where(softplus > 0, softplus, 1)), 0)
+    bias = params.bias
+    if image_mask is not None and params.bias_vl is not None:
+        bias = jnp.where(image_mask[..., None], params.bias_vl, params.bias)
+    ids = lax.top_k(lax.stop_gradient(scores + bias), k)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if k > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
+    return ids, weights * scale
+
+
+def shared_expert(x: jax.Array, params: Experts, limit: float, quantize: bool) -> jax.Array:
+    """w2 · swiglu(w1 x, w3 x), clamped like a routed expert (T17). x: [..., hidden]."""
+    if quantize:
+        x = fake_quant_fp8(x)  # once, for both projections
+    hidden = swiglu(linear(x, params.w1), linear(x, params.w3), None, limit)
+    return linear(hidden, params.w2, quantize_input=quantize)
+
+
+def mixture(
+    x: jax.Array,
+    params: MoE,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    valid: jax.Array,
+    text: TextConfig,
+    arith: Arithmetic,
+) -> jax.Array:
+    """y = bf16( Σ experts + shared ), fp32 sum in ascending expert id, shared last.
+
+    Args:
+        x: [batch, time, hidden].
+        expert_ids, expert_weights: [batch, time, k].
+        valid: bool [batch, time]; padding rows are not sent to the routed experts.
+    """
+    batch, time, hidden = x.shape
+    experts = params.gate.shape[0]
+    routed = routed_experts(
+        x.reshape(batch * time, hidden),
+        params.experts.w1,
+        params.experts.w3,
+        params.experts.w2,
+        jnp.where(valid[..., None], expert_ids, experts).reshape(batch * time, -1),
+        expert_weights.reshape(batch * time, -1),
+        limit=text.swiglu_limit,
+        quantize_input=arith.quantize_activations,
+    )
+    shared = shared_expert(x, params.shared_experts, text.swiglu_limit, arith.quantize_activations)
+    return arith.round(routed.reshape(batch, time, hidden) + shared.astype(jnp.float32))

@@ -1,0 +1,112 @@
+"""Named tensors of the forward pass: which can be captured or edited, and how that is done under jit (design.md §4)."""
+
+import difflib
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.layer_plan import layer_plans
+
+Edit = Callable[[jax.Array], jax.Array]
+
+
+@functools.cache
+def capture_names(config: ModelConfig) -> tuple[str, ...]:
+    """Every name that `forward` knows for this model, in the order in which the pass computes them.
+
+    `embed` [batch, time, hidden] (after the image merge); for each layer N: `engram.rows` int32 [batch, time, rows],
+    `engram.streams` [batch, time, streams, hidden], `attention.input` and `attention.output` [batch, time, hidden],
+    `attention.index_scores` [batch, time, entries] (masked, what the top-k sees), `attention.candidates` bool
+    [batch, time, entries], `attention.index_picks` int32 [batch, time, k] ascending with −1 last, `moe.expert_ids`
+    int32 and `moe.expert_weights` float32 [batch, time, k], `moe.output` [batch, time, hidden], `streams` [batch, time,
+    streams, hidden] and `pre` float32 [batch, time, streams] as handed to the next layer; then `taps` [batch, time,
+    targets·hidden] and `final_norm` [batch, time, hidden].
+    """
+    names = ["embed"]
+    for plan in layer_plans(config.text):
+        local = []
+        if plan.engram is not None:
+            local += ["engram.rows", "engram.streams"]
+        local += ["attention.input"]
+        if plan.is_index_source:
+            local += ["attention.index_scores"]
+        if plan.is_candidate_source:
+            local += ["attention.candidates"]
+        if plan.is_index_source:
+            local += ["attention.index_picks"]
+        local += ["attention.output", "moe.expert_ids", "moe.expert_weights", "moe.output", "streams", "pre"]
+        names += [f"layers.{plan.index}.{name}" for name in local]
+    if config.text.num_nextn_predict_layers:
+        names.append("taps")
+    return (*names, "final_norm")
+
+
+def resolve_captures(config: ModelConfig, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The names that the patterns (`*` matches anything) stand for.
+
+    Raises:
+        ValueError: a pattern matches nothing; the message gives the nearest names.
+    """
+    known = capture_names(config)
+    chosen: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(_unknown("capture", pattern, known))
+        chosen.update(dict.fromkeys(matches))
+    return tuple(chosen)
+
+
+def resolve_edits(config: ModelConfig, edits: Mapping[str, Edit] | None) -> tuple[tuple[str, Edit], ...]:
+    """The (name, function) pairs that the patterns of `edits` stand for; a later pattern wins.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    chosen: dict[str, Edit] = {}
+    for pattern, function in (edits or {}).items():
+        matches = [name for name in capture_names(config) if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(_unknown("edit", pattern, capture_names(config)))
+        chosen.update(dict.fromkeys(matches, function))
+    return tuple(chosen.items())
+
+
+def _unknown(what: str, pattern: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+    hint = f"; the nearest names are {', '.join(near)}" if near else ""
+    return f"{what} name {pattern!r} matches nothing in this model{hint} (capture_names(config) lists all)"
+
+
+class Probe:
+    """Hands every named tensor of one trace through its edit and keeps the captured ones."""
+
+    def __init__(self, captures: tuple[str, ...], edits: tuple[tuple[str, Edit], ...]) -> None:
+        self._captures = frozenset(captures)
+        self._edits = dict(edits)
+        self.captured: dict[str, jax.Array] = {}
+
+    def edits(self, name: str) -> bool:
+        """Whether somebody replaces this tensor."""
+        return name in self._edits
+
+    def __call__(self, name: str, value: jax.Array) -> jax.Array:
+        """The tensor to go on with.
+
+        Raises:
+            ValueError: an edit changed the shape or the dtype.
+        """
+        if name in self._edits:
+            edited = self._edits[name](value)
+            if edited.shape != value.shape or edited.dtype != value.dtype:
+                raise ValueError(
+                    f"the edit of {name!r} returned {edited.dtype}{list(edited.shape)}; "
+                    f"it must keep {value.dtype}{list(value.shape)}"
+                )
+            value = edited
+        if name in self._captures:
+            self.captured[name] = value
+        return value

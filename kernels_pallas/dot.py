@@ -1,0 +1,50 @@
+"""Matrix products with fp32 accumulation on every backend."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def dot(a: Array, b: Array, dimension_numbers: DimensionNumbers) -> Array:
+    """`lax.dot_general` of float32 or bfloat16 operands, accumulated and returned in float32.
+
+    A float32 operand makes it a true fp32 product (TF32 and bf16 passes must not sneak in on GPU and TPU). Two
+    bfloat16 operands use the matrix units; the CPU, whose bf16 dots are slow or missing (jax.md §0.6, §1.3),
+    widens them first, which changes nothing: products of bf16 are exact in fp32.
+    """
+    if a.dtype == jnp.float32 or b.dtype == jnp.float32:
+        return _wide(a, b, dimension_numbers)
+
+    def narrow(a: Array, b: Array) -> Array:
+        return lax.dot_general(a, b, dimension_numbers, preferred_element_type=jnp.float32)
+
+    def wide(a: Array, b: Array) -> Array:
+        return _wide(a, b, dimension_numbers)
+
+    result: Any = lax.platform_dependent(a, b, cpu=wide, default=narrow)
+    return result
+
+
+def _wide(a: Array, b: Array, dimension_numbers: DimensionNumbers) -> Array:
+    return lax.dot_general(
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
+        dimension_numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def matmul(x: Array, weight: Array) -> Array:
+    """x Wᵀ. x [..., in], weight [out, in] -> float32 [..., out]."""
+    return dot(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def batched_matmul(x: Array, weight: Array) -> Array:
+    """One product per leading index. x [groups, rows, in], weight [groups, out, in] -> float32 [groups, rows, out]."""
+    return dot(x, weight, (((2,), (2,)), ((0,), (0,))))
