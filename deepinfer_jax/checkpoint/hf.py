@@ -1,0 +1,93 @@
+"""Loads a checkpoint in the released layout: walks `layout.py`, one tensor in host memory at a time (L7)."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from deepinfer_jax.checkpoint.folder import CheckpointFolder
+from deepinfer_jax.checkpoint.leaves import HostArray, Leaf, build_leaf, leaf_form
+from deepinfer_jax.checkpoint.verify import verify_tensors
+from deepinfer_jax.config import PRECISIONS, ModelConfig
+from deepinfer_jax.layout import ParamSpec, layout
+from deepinfer_jax.params import Params
+from deepinfer_jax.tokenization import CompressedVocabulary
+
+_log = logging.getLogger(__name__)
+
+
+def load_params(
+    directory: str | Path,
+    config: ModelConfig,
+    *,
+    precision: str = "reference",
+    mesh: Mesh | None = None,
+    tokenizer: str | Path | None = None,
+) -> Params:
+    """Loads all parameters of a model folder.
+
+    Args:
+        directory: holds `model.safetensors.index.json` and its shards, or `model.safetensors`.
+        config: of the same folder. Without `quantization_config` it is a bf16 checkpoint (model.md §2.1).
+        precision: "reference" and "bf16" keep the storage formats (on CPU all but routed experts and Engram tables
+            are decoded to float32 once, exactly); "float32" and "float32_exact" hold float32 only.
+        mesh: places every parameter by `sharding.param_sharding`; each device is sent its slice only. Without a
+            mesh everything goes to the default device.
+        tokenizer: folder of the `tokenizer.json` that the Engram token map is made from; default `directory`.
+
+    Returns:
+        Parameters with the exact values of the checkpoint. Without a `tokenizer.json` the token map of a model with
+        Engram layers is None, which is logged.
+
+    Raises:
+        FileNotFoundError: no checkpoint here, or missing shards.
+        ValueError: unknown precision; a malformed file; missing, surplus or wrong tensors (file and tensor are
+            named); a tokenizer whose compressed vocabulary is not that of the configuration.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    folder = CheckpointFolder(directory)
+    verify_tensors(folder, config)
+    token_map = _token_map(Path(tokenizer or directory), config)
+    platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+
+    def load(spec: ParamSpec) -> Leaf:
+        def place(array: HostArray) -> jax.Array:
+            if mesh is None:
+                placed: jax.Array = jax.device_put(array.read())
+            else:
+                from deepinfer_jax.sharding import param_sharding
+
+                placed = jax.make_array_from_callback(array.shape, param_sharding(spec, mesh), array.read)
+            jax.block_until_ready(placed)  # else the host copies of many tensors wait in memory
+            return placed
+
+        return build_leaf(spec, leaf_form(spec, precision, platform), folder, place)
+
+    params: Params = jax.tree.map(load, layout(config))
+    return dataclasses.replace(params, token_map=token_map, precision=precision, mesh=mesh)
+
+
+def _token_map(directory: Path, config: ModelConfig) -> jax.Array | None:
+    """Compressed id of every token id for the Engram hash (model.md §7.1)."""
+    if not config.text.engram_layer_ids:
+        return None
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        _log.warning(
+            "%s does not exist: these parameters have no Engram token map and can not run. "
+            "Pass tokenizer=FOLDER to load_params.",
+            path,
+        )
+        return None
+    vocabulary = CompressedVocabulary(path)
+    if len(vocabulary) != config.text.engram_compressed_vocab_size:
+        raise ValueError(
+            f"{path} compresses to {len(vocabulary)} ids, but config.json has engram_compressed_vocab_size "
+            f"{config.text.engram_compressed_vocab_size}: it is not the tokenizer that this model was trained with, "
+            "and its Engram rows would be wrong (T22)"
+        )
+    return jnp.array(vocabulary.lookup_table)
