@@ -16,11 +16,12 @@ from .engram_hash import (
 )
 from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
 from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
-from .release_policy import apply_release_policy, release_rules
+from .release_policy import SPAN_TOKENS, apply_release_policy, release_rules
 
 __all__ = [
     "DEAD",
     "IMAGE_PLACEHOLDERS",
+    "SPAN_TOKENS",
     "CompressedTokenizer",
     "CompressedVocabulary",
     "ImageTokenOffset",
