@@ -1,0 +1,151 @@
+"""The command line: `deepinfer-jax generate`, `check`, `make-tiny`.
+
+Text goes to stdout, everything else to stderr. Errors are one sentence and exit status 1; wrong usage is 2.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DeepSeek-V4.1-Flash on any XLA device.",
+)
+
+
+def main() -> None:
+    """Entry point of the `deepinfer-jax` command."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    app()
+
+
+@app.command()
+def generate(
+    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the embedded tiny model.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    file: Annotated[Path | None, typer.Option(help="UTF-8 text, one prompt per line; '-' is stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="-1 is off.")] = -1,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
+    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+) -> None:
+    """Generates text. Prompts come from --prompt, --file, or lines of stdin."""
+    with _errors_as_sentences():
+        prompts = _read_prompts(prompt, file)
+
+        # Imported here: `--help` and wrong usage need no jax.
+        from deepinfer_jax.engine.sampling_params import SamplingParams
+        from deepinfer_jax.llm import LLM
+
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_tokens=max_tokens,
+                seq_seed=None if seed is None else seed + index,  # equal prompts may differ, reproducibly
+            )
+            for index in range(len(prompts))
+        ]
+        llm = LLM(
+            _model_or_embedded(model),
+            trust_remote_code=trust_remote_code,
+            decode_sequence=False,
+            max_num_seqs=len(prompts),
+            precision=precision,
+        )
+        progress = sys.stderr.isatty() and len(prompts) > 1
+        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=progress)  # type: ignore[assignment]
+        for given, outputs in zip(prompts, results, strict=True):
+            text = llm.get_tokenizer().decode(answer_ids(outputs))
+            typer.echo(_as_json(given, text, outputs) if json_lines else given + text)
+        if llm.last_errors:
+            raise ValueError("; ".join(llm.last_errors.values()))
+
+
+@app.command()
+def check(model: Annotated[Path, typer.Argument(help="Model folder.")]) -> None:
+    """Prints the token contract of a model folder, one line per rule. Reads JSON and the tokenizer only."""
+    with _errors_as_sentences():
+        from deepinfer_jax.check import run_check
+
+        status = run_check(model)
+    raise typer.Exit(status)
+
+
+@app.command()
+def make_tiny(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    config: Annotated[Path | None, typer.Option(help="config.json of the model to write.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Writes a checkpoint with random weights in the released format."""
+    with _errors_as_sentences():
+        from deepinfer_jax.checkpoint import tiny
+
+        tiny.make_tiny(out, config, seed)
+        typer.echo(f"{out}: random weights, seed {seed}", err=True)
+
+
+def _as_json(prompt: str, text: str, outputs: list[RequestOutput]) -> str:
+    answer = {
+        "prompt": prompt,
+        "text": text,
+        "token_ids": answer_ids(outputs, strip_eos=False),
+        "token_logprobs": [output.token_logprobs for output in outputs if not output.message],
+        "finish_reason": outputs[-1].finish_reason,
+    }
+    return json.dumps(answer, ensure_ascii=False)
+
+
+def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    if prompts and file:
+        raise ValueError("give either --prompt or --file, not both")
+    if prompts:
+        return prompts
+    try:
+        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file or 'stdin'} is not UTF-8 text: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{file or 'stdin'} holds no prompt; give --prompt TEXT, or lines of text")
+    return lines
+
+
+def _model_or_embedded(model: Path | None) -> Path:
+    if model is not None:
+        return model
+    from deepinfer_jax.embedded import embedded_model
+
+    folder = embedded_model()
+    typer.echo(f"Embedded model {folder}: its weights are random, so its text means nothing.", err=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _errors_as_sentences() -> Iterator[None]:
+    """Turns the errors that a user can act on into one line and exit status 1; others keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    main()

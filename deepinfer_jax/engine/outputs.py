@@ -1,0 +1,56 @@
+"""What the engine gives back: one object per emitted token (DB §1.6)."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestOutput:
+    """One emitted token of a request; names and meanings are DeepInfer's (DB §1.6).
+
+    Attributes:
+        request_id: the caller's name of the request.
+        prompt_len: tokens of the prompt.
+        token_id: the emitted token. A request that ended without one repeats its last token; -1 if it has none.
+        finish_reason: "" unless this is the last output of a finished request (DB §1.7), then "stop", "length",
+            "abort", "prompt_length_exceeded"; ours are "logits_not_finite" and, from `LLM.generate(...,
+            on_invalid="report")`, "invalid_prompt".
+        finished: whether this is the request's last output.
+        max_num_batched_tokens: the engine's constant.
+        token_logprobs: log-probability of the token under the processed distribution (temperature, top-p, top-k),
+            at least -9999; 1.0 if there is no token.
+        nextn_logprobs: 1.0, "invalid": this version verifies no drafts.
+        sum_smaller_probs: -1.0, "not computed".
+        top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long.
+        num_output_tokens: output tokens up to this one, from 1.
+        prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
+        draft_tok: rows verified in this step: drafts + 1, so 1; 0 if there was no step.
+        accept_tok: accepted drafts + 1, so 1; 0 if there was no step.
+        confidence_score: None: this version has no drafts.
+        message: ours: a sentence if the request failed, else "".
+    """
+
+    request_id: str
+    prompt_len: int
+    token_id: int
+    finish_reason: str = ""
+    finished: bool = False
+    max_num_batched_tokens: int = 0
+    token_logprobs: float = 1.0
+    nextn_logprobs: float = 1.0
+    sum_smaller_probs: float = -1.0
+    top_logprobs: list[float] = field(default_factory=list)
+    top_token_ids: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)
+    draft_tok: int = 0
+    accept_tok: int = 0
+    confidence_score: list[float] | None = None
+    message: str = ""
+
+
+def answer_ids(outputs: list[RequestOutput], *, strip_eos: bool = True) -> list[int]:
+    """The ids that a request's outputs hold, without the end-of-sequence token that ended it if `strip_eos`."""
+    ids = [output.token_id for output in outputs if not output.message]
+    if strip_eos and outputs[-1].finish_reason == "stop":
+        ids.pop()
+    return ids

@@ -1,0 +1,46 @@
+"""The checks of a prompt before it becomes a sequence. Each failure is a sentence."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer_jax.tokenization import ImageTokenOffset
+
+
+def token_ids(prompt: Any) -> npt.NDArray[np.int64]:
+    """The prompt's ids as int64 [length]; ValueError for what is no list of integers or is empty."""
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, OverflowError) as error:  # ragged lists
+        raise ValueError(f"prompt token ids must be one list of integers: {error}") from None
+    if ids.ndim != 1:
+        raise ValueError(f"prompt token ids must be one list of integers, got an array of shape {ids.shape}")
+    if ids.size == 0:
+        raise ValueError("prompt must not be empty")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"prompt token ids must be integers, got {ids.tolist()[:4]} of type {ids.dtype}")
+    return ids.astype(np.int64)
+
+
+def id_problem(ids: npt.NDArray[np.int64], vocab_size: int) -> str | None:
+    """Why these ids cannot be embedded, None if they can."""
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size == 0:
+        return None
+    position, token = int(outside[0]), int(ids[outside[0]])
+    if 0 <= token - vocab_size < ImageTokenOffset.NUM_SPECIAL:
+        return (
+            f"token id {token} at position {position} stands for a part of an image, and the prompt has no image "
+            f"data; text ids are 0..{vocab_size - 1}"
+        )
+    return f"token id {token} at position {position} is outside the vocabulary; valid ids are 0..{vocab_size - 1}"
+
+
+def length_problem(length: int, max_model_len: int) -> str | None:
+    """Why a prompt of this length cannot run, None if it can."""
+    if length <= max_model_len:
+        return None
+    return (
+        f"the prompt has {length} tokens, the limit is {max_model_len} (max_model_len); shorten it or raise the limit"
+    )

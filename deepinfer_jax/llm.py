@@ -1,0 +1,223 @@
+"""`LLM`: a list of prompts in, a list of results out (DB §1.1)."""
+
+import os
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
+from deepinfer_jax.engine.prompts import length_problem, token_ids
+from deepinfer_jax.engine.sampling_params import SamplingParams
+
+_USER_ID = "0"
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """One prompt after the checks: its ids, or why it cannot run."""
+
+    params: SamplingParams
+    ids: npt.NDArray[np.int64]
+    problem: str | None
+
+
+class LLM:
+    """Offline generation (DB §1.1: names, defaults and order are DeepInfer's).
+
+    llm = LLM("path", decode_sequence=True)
+    llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
+
+    Arguments:
+        model ... gpu_memory_utilization: see `EngineArgs`.
+        decode_sequence: True: `generate` returns strings; False: lists of `RequestOutput`.
+        kwargs: further fields of `EngineArgs`; an unknown name is a TypeError that names the nearest.
+
+    Attributes:
+        llm_engine: the `LLMEngine` below.
+        last_errors: of the latest `generate`: position in the prompt list -> why that result is not an answer.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | None = None,
+        trust_remote_code: bool = False,
+        expert_parallel_size: int = 1,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        decode_sequence: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        args = {
+            "model": os.fspath(model),
+            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
+            "trust_remote_code": trust_remote_code,
+            "expert_parallel_size": expert_parallel_size,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "disable_log_stats": True,
+            "stop_preempted_request": False,
+        }
+        self.llm_engine = LLMEngine(EngineArgs.from_kwargs(args | kwargs))
+        self.decode_sequence = decode_sequence
+        self.last_errors: dict[int, str] = {}
+        self._request_counter = 0
+
+    def get_tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self.llm_engine.tokenizer
+
+    def close(self) -> None:
+        """Frees the engine. May be called again."""
+        self.llm_engine.close()
+
+    def generate(
+        self,
+        prompts: str | SequenceOf[str] | None = None,
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompt_token_ids: SequenceOf[Any] | None = None,
+        use_tqdm: bool = True,
+        multi_modal_data: Any = None,
+        *,
+        on_invalid: Literal["raise", "report"] = "raise",
+        strip_eos: bool = True,
+    ) -> list[str] | list[list[RequestOutput]]:
+        """Generates for every prompt; result i belongs to prompt i, always.
+
+        Arguments:
+            prompts: one text or several; each is encoded by the tokenizer, with its special tokens.
+            sampling_params: one object for all prompts, or one per prompt. Each request works on a copy, and
+                draws a seed of its own if the object has none.
+            prompt_token_ids: one list of ids per prompt; wins over `prompts`.
+            use_tqdm: shows a progress bar.
+            multi_modal_data: None, or None for every prompt: the engine of this version takes text.
+            on_invalid: "raise": all prompts are checked before anything runs, and the first that cannot run is a
+                ValueError. "report": the others run; its result is one output with finish reason and message, in
+                string mode an empty string.
+            strip_eos: string mode leaves out the text of the end-of-sequence token.
+
+        Returns texts, or with `decode_sequence=False` for each prompt the list of its outputs, one per token. What
+        went wrong for a prompt is in `last_errors` in both cases.
+
+        Raises ValueError if both prompt arguments are missing or differ in length, or if the list of sampling
+        parameters has another length; before anything runs.
+        """
+        if on_invalid not in ("raise", "report"):
+            raise ValueError(f'on_invalid must be "raise" or "report", got {on_invalid!r}')
+        if isinstance(prompts, str):
+            prompts = [prompts]
+            multi_modal_data = None if multi_modal_data is None else [multi_modal_data]
+        count = _count_prompts(prompts, prompt_token_ids)
+        if multi_modal_data is not None and any(data is not None for data in multi_modal_data):
+            raise ValueError(
+                "multi_modal_data: the engine of this version takes text; use forward(..., image_embeds=...)"
+            )
+        params = _params_per_prompt(sampling_params, count)
+        if self.llm_engine.has_unfinished_requests():
+            raise ValueError(
+                "the engine has unfinished requests of add_request(); step() or abort them before generate()"
+            )
+
+        sources: SequenceOf[Any] = prompts if prompt_token_ids is None else prompt_token_ids  # type: ignore[assignment]
+        checked = [self._check(source, own) for source, own in zip(sources, params, strict=True)]
+        problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
+        if problems and on_invalid == "raise":
+            raise ValueError(next(iter(problems.values())))
+        results = self._run(checked, use_tqdm)
+
+        self.last_errors = problems | {
+            i: outputs[-1].message for i, outputs in enumerate(results) if outputs[-1].message and i not in problems
+        }
+        if not self.decode_sequence:
+            return results
+        decode = self.get_tokenizer().decode
+        return [decode(answer_ids(outputs, strip_eos=strip_eos)) for outputs in results]
+
+    def _check(self, source: Any, params: SamplingParams) -> _Checked:
+        ids = np.empty(0, np.int64)
+        try:
+            ids = token_ids(self.get_tokenizer().encode(source) if isinstance(source, str) else source)
+            problem = self.llm_engine.request_problem(ids, params)
+            problem = problem or length_problem(len(ids), self.llm_engine.limits.max_model_len)
+        except ValueError as error:
+            problem = str(error)
+        return _Checked(params, ids, problem)
+
+    def _run(self, checked: list[_Checked], use_tqdm: bool) -> list[list[RequestOutput]]:
+        """Runs the prompts without a problem; the others get their one output."""
+        first_id = self._request_counter
+        self._request_counter += len(checked)
+        results: list[list[RequestOutput]] = [[] for _ in checked]
+        engine = self.llm_engine
+        try:
+            for position, one in enumerate(checked):
+                request_id = str(first_id + position)
+                if one.problem:
+                    results[position] = [_refusal(request_id, one, engine)]
+                else:
+                    engine.add_request(_USER_ID, request_id, one.params, one.ids)
+            with tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar:
+                bar.update(sum(bool(one.problem) for one in checked))
+                while True:
+                    unfinished = engine.has_unfinished_requests()
+                    for output in engine.step() if unfinished else engine.flush_inflight_reqs():
+                        results[int(output.request_id) - first_id].append(output)
+                        bar.update(output.finished)
+                    if not unfinished:
+                        return results
+        except BaseException:
+            # Nothing of this call is left behind for the next one.
+            engine.abort_request([str(first_id + position) for position in range(len(checked))])
+            engine.step()
+            raise
+
+
+def _count_prompts(prompts: SequenceOf[str] | None, prompt_token_ids: SequenceOf[Any] | None) -> int:
+    if prompts is None and prompt_token_ids is None:
+        raise ValueError("Either prompts or prompt_token_ids must be provided.")
+    if prompts is not None and any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("prompts must be strings; pass token ids as prompt_token_ids")
+    if prompt_token_ids is not None and len(prompt_token_ids) and np.ndim(prompt_token_ids[0]) == 0:
+        raise ValueError("prompt_token_ids must hold one list of ids per prompt; wrap a single one: [[...]]")
+    if prompts is not None and prompt_token_ids is not None and len(prompts) != len(prompt_token_ids):
+        raise ValueError(
+            f"prompts and prompt_token_ids must have the same length, got {len(prompts)} and {len(prompt_token_ids)}"
+        )
+    return len(prompts if prompt_token_ids is None else prompt_token_ids)  # type: ignore[arg-type]
+
+
+def _params_per_prompt(
+    sampling_params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count  # the engine copies
+    if len(sampling_params) != count:
+        raise ValueError(
+            f"sampling_params holds {len(sampling_params)} entries for {count} prompts; give one per prompt, or one "
+            "object for all"
+        )
+    return list(sampling_params)
+
+
+def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput:
+    too_long = length_problem(len(one.ids), engine.limits.max_model_len) == one.problem
+    return RequestOutput(
+        request_id=request_id,
+        prompt_len=len(one.ids),
+        token_id=int(one.ids[-1]) if len(one.ids) else -1,
+        finish_reason="prompt_length_exceeded" if too_long else "invalid_prompt",
+        finished=True,
+        max_num_batched_tokens=engine.limits.max_num_batched_tokens,
+        message=one.problem or "",
+    )
