@@ -2,18 +2,20 @@
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import HostArray, Leaf, build_leaf, leaf_form
 from deepinfer_jax.checkpoint.verify import verify_tensors
 from deepinfer_jax.config import PRECISIONS, ModelConfig
-from deepinfer_jax.layout import ParamSpec, layout
+from deepinfer_jax.layout import ParamSpec, layout, param_specs
 from deepinfer_jax.params import Params
+from deepinfer_jax.sharding import auto_mesh, param_sharding, placed_shape
 from deepinfer_jax.tokenization import CompressedVocabulary
 
 _log = logging.getLogger(__name__)
@@ -34,8 +36,9 @@ def load_params(
         config: of the same folder. Without `quantization_config` it is a bf16 checkpoint (model.md §2.1).
         precision: "reference" and "bf16" keep the storage formats (on CPU all but routed experts and Engram tables
             are decoded to float32 once, exactly); "float32" and "float32_exact" hold float32 only.
-        mesh: places every parameter by `sharding.param_sharding`; each device is sent its slice only. Without a
-            mesh everything goes to the default device.
+        mesh: of axes `data` and `expert`; places every parameter by `sharding.param_sharding`, and each device is
+            sent its slice only. Experts and table rows are filled up with zeros to a multiple of the devices.
+            Without a mesh everything goes to the default device.
         tokenizer: folder of the `tokenizer.json` that the Engram token map is made from; default `directory`.
 
     Returns:
@@ -44,24 +47,32 @@ def load_params(
 
     Raises:
         FileNotFoundError: no checkpoint here, or missing shards.
-        ValueError: unknown precision; a malformed file; missing, surplus or wrong tensors (file and tensor are
-            named); a tokenizer whose compressed vocabulary is not that of the configuration.
+        ValueError: unknown precision; a mesh over which a parameter cannot be divided; a malformed file; missing,
+            surplus or wrong tensors (file and tensor are named); a tokenizer whose compressed vocabulary is not that
+            of the configuration.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+    if mesh is not None:
+        mesh = auto_mesh(mesh)
+        for spec in param_specs(config):
+            param_sharding(spec, mesh)  # refuses an indivisible axis now rather than after hours of loading
     folder = CheckpointFolder(directory)
     verify_tensors(folder, config)
     token_map = _token_map(Path(tokenizer or directory), config)
-    platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+    if mesh is not None and token_map is not None:
+        token_map = jax.device_put(token_map, NamedSharding(mesh, PartitionSpec()))
 
     def load(spec: ParamSpec) -> Leaf:
         def place(array: HostArray) -> jax.Array:
+            placed: jax.Array
             if mesh is None:
-                placed: jax.Array = jax.device_put(array.read())
+                placed = jax.device_put(array.read())
             else:
-                from deepinfer_jax.sharding import param_sharding
-
-                placed = jax.make_array_from_callback(array.shape, param_sharding(spec, mesh), array.read)
+                shape = (placed_shape(spec, mesh)[0], *array.shape[1:])
+                read = partial(array.read_padded, rows=shape[0])
+                placed = jax.make_array_from_callback(shape, param_sharding(spec, mesh), read)
             jax.block_until_ready(placed)  # else the host copies of many tensors wait in memory
             return placed
 

@@ -81,6 +81,13 @@ class HostArray:
             self.release(number)
         return out
 
+    def read_padded(self, index: tuple[slice, ...], rows: int) -> Array:
+        """`array[index]` as if the first axis were filled up with zeros to `rows` (`sharding.placed_shape`)."""
+        begin, end, _ = index[0].indices(rows)
+        data = self.read((slice(begin, min(end, self.shape[0])), *index[1:]))
+        missing = end - begin - len(data)
+        return np.concatenate([data, np.zeros((missing, *data.shape[1:]), data.dtype)]) if missing else data
+
 
 def build_leaf(spec: ParamSpec, form: Form, folder: CheckpointFolder, place: Callable[[HostArray], jax.Array]) -> Leaf:
     """The leaf of one parameter; `place` puts one array on the device(s)."""
