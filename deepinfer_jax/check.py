@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
-from deepinfer_jax.config import _TEXT_DEFAULTS, load_config
+from deepinfer_jax.config import load_config, text_values
 from deepinfer_jax.schedule_rules import schedule_violations
 from deepinfer_jax.tokenization import (
     IMAGE_PLACEHOLDERS,
@@ -59,8 +59,7 @@ class _Folder:
 
     @cached_property
     def text(self) -> dict[str, Any]:
-        given = {key: value for key, value in self.config["text_config"].items() if value is not None}
-        return {**_TEXT_DEFAULTS, **given}
+        return text_values(self.config["text_config"])
 
     @cached_property
     def compatibility(self) -> str:

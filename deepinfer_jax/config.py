@@ -248,6 +248,14 @@ def _section(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return section
 
 
+def text_values(section: dict[str, Any]) -> dict[str, Any]:
+    """`text_config` with the defaults of absent mechanisms filled in; nothing is checked."""
+    values = {**_TEXT_DEFAULTS, **{key: value for key, value in section.items() if value is not None}}
+    if "engram_pad_id" in section and "engram_pad_token_id" not in section:  # the flat spelling (T25)
+        values["engram_pad_token_id"] = section["engram_pad_id"]
+    return values
+
+
 def _parse_text(section: dict[str, Any]) -> TextConfig:
     for key, wanted in _TEXT_FIXED.items():
         if key not in section:
@@ -255,9 +263,7 @@ def _parse_text(section: dict[str, Any]) -> TextConfig:
     for key, wanted in {**_TEXT_FIXED, **_TEXT_FIXED_IF_PRESENT}.items():
         if section.get(key, wanted) != wanted:
             raise ValueError(f"text_config.{key} is {section[key]!r}; this architecture has {wanted!r}")
-    values = {**_TEXT_DEFAULTS, **{key: value for key, value in section.items() if value is not None}}
-    if "engram_pad_id" in section and "engram_pad_token_id" not in section:  # the flat spelling (T25)
-        values["engram_pad_token_id"] = section["engram_pad_id"]
+    values = text_values(section)
     if values["rope_scaling"] is not None:
         values["rope_scaling"] = _parse_rope_scaling(values["rope_scaling"])
     text = TextConfig(**_fields(TextConfig, values, "text_config."))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
@@ -35,6 +36,7 @@ def block(
     text: TextConfig,
     arith: Arithmetic,
     probe: Probe,
+    mesh: Mesh | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention and experts, each collapsing with the previous sublayer's pre and expanding with its own mix (T3).
 
@@ -57,5 +59,5 @@ def block(
     expert_ids, weights = route(x, params.ffn, image_mask, experts_per_token, text.routed_scaling_factor)
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
     weights = probe(f"{name}.moe.expert_weights", weights)
-    y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith))
+    y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith, mesh))
     return probe(f"{name}.streams", expand(y, streams, mix)), probe(f"{name}.pre", mix.pre)

@@ -132,6 +132,7 @@ def _draft(
                 text=text,
                 arith=arith,
                 probe=Probe((), ()),
+                mesh=params.mesh,
             )
     final = collapse(streams, pre)
     plain = matmul(rms_norm(final, weights.norm, text.rms_norm_eps), params.head)

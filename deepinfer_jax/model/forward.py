@@ -26,6 +26,7 @@ from deepinfer_jax.model.hyper_connections import collapse
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Edit, Probe, resolve_captures, resolve_edits
 from deepinfer_jax.params import Params
+from deepinfer_jax.sharding import shard_rows
 
 IntArray = jax.Array | npt.NDArray[Any]
 
@@ -143,9 +144,9 @@ def _forward(
     if token_types is not None and params.vision is not None:
         roles = jnp.where(valid, token_types, -1)
         embedded = merge_images(embedded, roles, image_embeds, params.vision, arith)
-    streams, pre = initial_streams(probe("embed", embedded), text)
+    streams, pre = initial_streams(shard_rows(probe("embed", embedded), params.mesh), text)
     rows = None
-    if text.engram_layer_ids:
+    if params.token_map is not None:
         history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
         rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
@@ -154,7 +155,7 @@ def _forward(
     for plan, layer in zip(layer_plans(text), params.layers, strict=True):
         name = f"layers.{plan.index}"
         with jax.named_scope(name):
-            if plan.engram is not None and rows is not None:
+            if plan.engram is not None and layer.engram is not None and rows is not None:
                 layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
                 streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
                 streams = probe(f"{name}.engram.streams", streams)
@@ -172,6 +173,7 @@ def _forward(
                 text=text,
                 arith=arith,
                 probe=probe,
+                mesh=params.mesh,
             )
     if params.draft is not None:
         gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))

@@ -51,8 +51,7 @@ def index_scores(
     # Both roots are rounded to fp64 before the product, once, as everywhere (model.md §5.6).
     weights = arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
 
-    def tile(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        query, weights, visible = rows
+    def tile(query: jax.Array, weights: jax.Array, visible: jax.Array) -> jax.Array:
         size = query.shape[1]
         products = dot(query.reshape(batch, size * heads, dim), index_keys, (((2,), (2,)), ((0,), (0,))))
         products = arith.round(products).reshape(batch, size, heads, entries)
@@ -63,21 +62,19 @@ def index_scores(
     return _map_time(tile, (query, weights, visible), batch * heads * entries * 4)
 
 
-def _map_time(
-    function: Callable[[tuple[jax.Array, ...]], jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int
-) -> jax.Array:
+def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int) -> jax.Array:
     """Applies a row-wise function over tiles of the time axis so that temporaries stay bounded."""
     time = rows[0].shape[1]
     size = max(1, min(time, _TILE_BYTES // bytes_per_row))
     if size == time:
-        return function(rows)
+        return function(*rows)
     tiles = math.ceil(time / size)
 
     def split(a: jax.Array) -> jax.Array:
         padded = jnp.pad(a, [(0, 0), (0, tiles * size - time)] + [(0, 0)] * (a.ndim - 2))
         return jnp.moveaxis(padded.reshape(a.shape[0], tiles, size, *a.shape[2:]), 1, 0)
 
-    out = jnp.moveaxis(lax.map(function, tuple(split(a) for a in rows)), 0, 1)
+    out = jnp.moveaxis(lax.map(lambda tile: function(*tile), tuple(split(a) for a in rows)), 0, 1)
     return out.reshape(out.shape[0], tiles * size, *out.shape[3:])[:, :time]
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
@@ -10,7 +11,9 @@ from deepinfer_jax.kernels.experts import routed_experts, swiglu
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.expert_dispatch import dispatched_experts
 from deepinfer_jax.params import Experts, MoE
+from deepinfer_jax.sharding import EXPERT
 
 _RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
 
@@ -56,6 +59,7 @@ def mixture(
     valid: jax.Array,
     text: TextConfig,
     arith: Arithmetic,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """y = bf16( Σ experts + shared ), fp32 sum in ascending expert id, shared last.
 
@@ -63,18 +67,19 @@ def mixture(
         x: [batch, time, hidden].
         expert_ids, expert_weights: [batch, time, k].
         valid: bool [batch, time]; padding rows are not sent to the routed experts.
+        mesh: what the routed experts are spread over, or None.
     """
     batch, time, hidden = x.shape
-    experts = params.gate.shape[0]
-    routed = routed_experts(
-        x.reshape(batch * time, hidden),
-        params.experts.w1,
-        params.experts.w3,
-        params.experts.w2,
-        jnp.where(valid[..., None], expert_ids, experts).reshape(batch * time, -1),
+    arguments = (
+        jnp.where(valid[..., None], expert_ids, params.gate.shape[0]).reshape(batch * time, -1),
         expert_weights.reshape(batch * time, -1),
-        limit=text.swiglu_limit,
-        quantize_input=arith.quantize_activations,
     )
-    shared = shared_expert(x, params.shared_experts, text.swiglu_limit, arith.quantize_activations)
+    rows, experts = x.reshape(batch * time, hidden), params.experts
+    limit, quantize = text.swiglu_limit, arith.quantize_activations
+    if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
+        routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
+    else:
+        w1, w3, w2 = experts.w1, experts.w3, experts.w2
+        routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
+    shared = shared_expert(x, params.shared_experts, limit, quantize)
     return arith.round(routed.reshape(batch, time, hidden) + shared.astype(jnp.float32))

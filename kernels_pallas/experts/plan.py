@@ -31,7 +31,8 @@ def plan_tiles(expert_ids: Array, experts: int, tile: int) -> TilePlan:
         tile: rows per tile.
 
     Worked example: experts 3, tile 2, expert_ids [[2, 0], [2, 0], [2, 1]] ->
-    runs 0: tokens 0 1 | 1: token 2 | 2: tokens 0 1 2, so expert [0, 1, 2, 2, ...], row [[0, 1], [2, -], [0, 1], [2, -], ...].
+    runs 0: tokens 0 1 | 1: token 2 | 2: tokens 0 1 2, so expert [0, 1, 2, 2, …] and row [[0, 1], [2, -], [0, 1],
+    [2, -], …].
     """
     tokens, k = expert_ids.shape
     pairs = tokens * k

@@ -1,7 +1,7 @@
 """The meaning of the routed experts in plain XLA (model.md §6).
 
 Three ways of moving the same data, chosen from static shapes alone: every expert on every token when there are few
-experts for each pick, the weights of each pair gathered when there are few pairs, tiles of one expert otherwise
+experts for each pick, pair by pair when there are few pairs, tiles of one expert otherwise
 (`lax.ragged_dot` is dense on CPU and CUDA, jax.md §0.4). All give the sum in ascending expert order, in fp32.
 """
 
@@ -18,7 +18,7 @@ from deepinfer_jax.kernels.weights import Weight
 Array = jax.Array
 
 _DENSE_WASTE = 4  # experts computed for each one picked, up to which the dense products win on CPU
-_GATHER_PAIRS = 16  # pairs up to which gathering their weights beats planning tiles
+_FEW_PAIRS = 64  # pairs up to which one product after the other beats tiles with empty places
 _TILE = 16
 
 
@@ -58,26 +58,55 @@ def routed_experts(
     Returns:
         float32 [tokens, hidden]; each expert's output is rounded to the dtype of `x` before the sum.
     """
-    experts = jax.tree.leaves(w1)[0].shape[0]
-    tokens, k = expert_ids.shape
-    order = jnp.argsort(expert_ids, axis=-1)  # the sum runs in ascending expert id
-    expert_ids = jnp.take_along_axis(expert_ids, order, axis=-1)
-    weights = jnp.take_along_axis(weights, order, axis=-1)
+    if jax.tree.leaves(w1)[0].shape[0] <= _DENSE_WASTE * expert_ids.shape[1]:
+        return _dense(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
+    expert_ids, weights = ascending(expert_ids, weights)
+    return ordered_sum(expert_outputs(x, w1, w3, w2, expert_ids, weights, limit=limit, quantize_input=quantize_input))
+
+
+def ascending(expert_ids: Array, weights: Array) -> tuple[Array, Array]:
+    """The same pairs with each row's experts in ascending order, the order of the sum."""
+    order = jnp.argsort(expert_ids, axis=-1)
+    return jnp.take_along_axis(expert_ids, order, axis=-1), jnp.take_along_axis(weights, order, axis=-1)
+
+
+def expert_outputs(
+    x: Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    expert_ids: Array,
+    weights: Array,
+    *,
+    limit: float,
+    quantize_input: bool,
+) -> Array:
+    """Output of every (token, expert) pair, in the order given.
+
+    Arguments as for `routed_experts`.
+
+    Returns:
+        [tokens, k, hidden] in the dtype of `x`; zeros for an id equal to the number of experts.
+    """
     if quantize_input:
-        x = fake_quant_fp8(x)
-    method = _dense if experts <= _DENSE_WASTE * k else _gathered if tokens * k <= _GATHER_PAIRS else _tiled
+        x = fake_quant_fp8(x)  # once per row, for both projections and all experts
+    method = _pair_by_pair if expert_ids.size <= _FEW_PAIRS else _tiled
     return method(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
 
 
-def _experts_of(weight: Weight, index: Array, dtype: jnp.dtype) -> Array:
-    """The matrices of some experts. index int32 [...] -> [..., out, in]."""
-    picked = jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0), weight)
-    return dequantize(picked, dtype)
+def ordered_sum(parts: Array) -> Array:
+    """fp32 sum over axis 1, one term after the other. [tokens, terms, hidden] -> float32 [tokens, hidden]."""
+    total = parts[:, 0].astype(jnp.float32)
+    for term in range(1, parts.shape[1]):
+        total = total + parts[:, term].astype(jnp.float32)
+    return total
 
 
 def _dense(
     x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
+    if quantize_input:
+        x = fake_quant_fp8(x)
     m1, m3, m2 = (dequantize(w, x.dtype) for w in (w1, w3, w2))
     experts, inner, hidden = m1.shape
     gate = matmul(x, m1.reshape(experts * inner, hidden)).astype(x.dtype).reshape(-1, experts, inner)
@@ -90,51 +119,52 @@ def _dense(
     if x.dtype == jnp.float32:
         return dot(z, m2, (((1, 2), (0, 2)), ((), ())))
     out = batched_matmul(jnp.swapaxes(z, 0, 1), m2).astype(x.dtype)  # [experts, tokens, hidden]
-    return _ordered_sum(jnp.swapaxes(out, 0, 1))
+    return ordered_sum(jnp.swapaxes(out, 0, 1))
 
 
-def _gathered(
+def _pair_by_pair(
     x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
     tokens, k = ids.shape
     experts = jax.tree.leaves(w1)[0].shape[0]
-    index = jnp.minimum(ids.reshape(-1), experts - 1)
-    rows = jnp.repeat(x, k, axis=0)[:, None]  # [tokens·k, 1, hidden]
-    gate = batched_matmul(rows, _experts_of(w1, index, x.dtype)).astype(x.dtype)
-    up = batched_matmul(rows, _experts_of(w3, index, x.dtype)).astype(x.dtype)
-    z = swiglu(gate, up, weights.reshape(-1, 1), limit)
-    if quantize_input:
-        z = fake_quant_fp8(z)
-    out = batched_matmul(z, _experts_of(w2, index, x.dtype)).astype(x.dtype).reshape(tokens, k, -1)
-    return _ordered_sum(jnp.where((ids < experts)[..., None], out, 0))
+
+    def one_pair(pair: tuple[Array, Array, Array]) -> Array:
+        expert, token, weight = pair
+        row = lax.dynamic_slice_in_dim(x, token, 1)  # [1, hidden]
+        return _expert(row, w1, w3, w2, expert, weight[None], limit, quantize_input)[0]
+
+    flat = jnp.minimum(ids.reshape(-1), experts - 1)
+    out = lax.map(one_pair, (flat, jnp.repeat(jnp.arange(tokens), k), weights.reshape(-1)))
+    return jnp.where((ids < experts)[..., None], out.reshape(tokens, k, -1), 0)
 
 
 def _tiled(
     x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
-    tokens, k = ids.shape
-    experts = jax.tree.leaves(w1)[0].shape[0]
-    plan = plan_tiles(ids, experts, _TILE)
+    plan = plan_tiles(ids, jax.tree.leaves(w1)[0].shape[0], _TILE)
     tiles = plan.expert.shape[0]
-    pair_weight = jnp.zeros(tiles * _TILE, jnp.float32).at[plan.place].set(weights, mode="drop").reshape(tiles, _TILE)
+    pair_weight = jnp.zeros(tiles * _TILE, jnp.float32).at[plan.place].set(weights, mode="drop")
 
     def one_tile(tile: tuple[Array, Array, Array]) -> Array:
         expert, row, weight = tile
         rows = jnp.take(x, row, axis=0, mode="fill", fill_value=0)  # [tile, hidden]
-        gate = matmul(rows, _experts_of(w1, expert, x.dtype)).astype(x.dtype)
-        up = matmul(rows, _experts_of(w3, expert, x.dtype)).astype(x.dtype)
-        z = swiglu(gate, up, weight, limit)
-        if quantize_input:
-            z = fake_quant_fp8(z)
-        return matmul(z, _experts_of(w2, expert, x.dtype)).astype(x.dtype)
+        return _expert(rows, w1, w3, w2, expert, weight, limit, quantize_input)
 
-    out = lax.map(one_tile, (plan.expert, plan.row, pair_weight)).reshape(tiles * _TILE, -1)
-    return _ordered_sum(jnp.take(out, plan.place, axis=0, mode="fill", fill_value=0))
+    out = lax.map(one_tile, (plan.expert, plan.row, pair_weight.reshape(tiles, _TILE))).reshape(tiles * _TILE, -1)
+    return jnp.take(out, plan.place, axis=0, mode="fill", fill_value=0)
 
 
-def _ordered_sum(parts: Array) -> Array:
-    """fp32 sum over axis 1, one term after the other. [tokens, terms, hidden] -> float32 [tokens, hidden]."""
-    total = parts[:, 0].astype(jnp.float32)
-    for term in range(1, parts.shape[1]):
-        total = total + parts[:, term].astype(jnp.float32)
-    return total
+def _expert(
+    x: Array, w1: Weight, w3: Weight, w2: Weight, expert: Array, weight: Array, limit: float, quantize_input: bool
+) -> Array:
+    """One expert on some rows. x: [rows, hidden], expert: int32 scalar, weight: float32 [rows]."""
+
+    def matrix(stacked: Weight) -> Array:
+        one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stacked)
+        return dequantize(one, x.dtype)
+
+    gate, up = matmul(x, matrix(w1)).astype(x.dtype), matmul(x, matrix(w3)).astype(x.dtype)
+    z = swiglu(gate, up, weight, limit)
+    if quantize_input:
+        z = fake_quant_fp8(z)
+    return matmul(z, matrix(w2)).astype(x.dtype)
