@@ -47,12 +47,12 @@ def whole_array_call(
     num_warps: int,
     num_stages: int,
     interpret: bool,
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Any]:
     """A `pallas_call` whose references cover whole arrays: the kernel itself computes what it loads and stores.
 
     `compiler_params` is always given: without it the dialect differs between jax versions (JX §1.2).
     """
-    call = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         name=name,
         grid=grid,
@@ -60,8 +60,3 @@ def whole_array_call(
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
     )
-
-    def run(*arrays: jax.Array) -> Any:
-        return call(*arrays)
-
-    return run
