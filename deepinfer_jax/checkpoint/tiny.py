@@ -22,7 +22,7 @@ from deepinfer_jax.checkpoint.host_formats import encode
 from deepinfer_jax.checkpoint.init import mean_and_std
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.checkpoint.tiny_tokenizer import smallest_vocabulary, special_token_names, write_tokenizer
+from deepinfer_jax.checkpoint.tiny_tokenizer import missing_bytes, special_token_names, write_tokenizer
 from deepinfer_jax.config import ModelConfig, parse_config
 from deepinfer_jax.layout import ParamSpec, TensorSpec, param_specs, released_tensors
 from deepinfer_jax.tokenization import CompressedVocabulary, engram_primes
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 def make_tiny(
     out_dir: str | Path, config_path: str | Path | None = None, seed: int = 0, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json`, the weights and, from about 260 ids upwards, a byte-level tokenizer.
+    """Writes `config.json`, the weights and a byte-level tokenizer.
 
     The Engram numbers in the written config.json follow from the written tokenizer; what changes is logged. The same
     arguments give the same files. One tensor is in memory at a time.
@@ -89,15 +89,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _write_tokenizer(out: Path, raw: dict[str, Any]) -> None:
     text, special = raw["text_config"], special_token_names(raw)
-    if text["vocab_size"] < smallest_vocabulary(special):
+    if missing := missing_bytes(text["vocab_size"], special):
         _log.warning(
-            "a vocabulary of %d ids is too small for a byte-level tokenizer (%d): the model in %s has none and runs "
-            "on token ids only",
-            text["vocab_size"],
-            smallest_vocabulary(special),
+            "%s: a vocabulary of %d ids has no token for %d of the 256 bytes; the tokenizer reads them as <pad>",
             out,
+            text["vocab_size"],
+            missing,
         )
-        return
     write_tokenizer(out, text["vocab_size"], special, text["max_position_embeddings"])
     raw["tokenizer_compatibility"] = "native"
 
@@ -110,9 +108,10 @@ def _fit_engram(out: Path, raw: dict[str, Any]) -> None:
     primes = engram_primes(
         text["engram_layer_ids"], text["engram_vocab_size"], text["engram_max_ngram_size"], text["engram_n_heads"]
     )
-    fitted: dict[str, Any] = {"engram_num_embeddings": primes.reshape(len(primes), -1).sum(axis=1).tolist()}
-    if (out / "tokenizer.json").is_file():
-        fitted["engram_compressed_vocab_size"] = len(CompressedVocabulary(out / "tokenizer.json"))
+    fitted = {
+        "engram_num_embeddings": primes.reshape(len(primes), -1).sum(axis=1).tolist(),
+        "engram_compressed_vocab_size": len(CompressedVocabulary(out / "tokenizer.json")),
+    }
     for key, value in fitted.items():
         if text[key] != value:
             _log.info("%s: %s is %s instead of %s, to fit the written tokenizer", out, key, value, text[key])

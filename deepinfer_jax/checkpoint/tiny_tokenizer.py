@@ -37,31 +37,27 @@ def special_token_names(config: Mapping[str, Any]) -> dict[int, str]:
     return special
 
 
-def smallest_vocabulary(special: Mapping[int, str]) -> int:
-    """A byte-level vocabulary holds every byte and the special tokens."""
-    return _BYTES + len(special)
+def missing_bytes(vocab_size: int, special: Mapping[int, str]) -> int:
+    """How many of the 256 byte values a vocabulary of this size has no token for."""
+    return max(0, _BYTES + len(special) - vocab_size)
 
 
 def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], max_length: int) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` of exactly `vocab_size` entries.
 
-    Every byte is a token, so every text has ids; the rest are pieces of English words, then runs of letters. As in
-    the release, `<bos>` opens every encoded text.
+    Bytes come first, so that every text has ids, then pieces of English words, then runs of letters. A vocabulary
+    too small for all bytes has the ASCII ones; the others are read as `<pad>`. As in the release, `<bos>` opens
+    every encoded text.
 
     Args:
         special: id -> name, at least those of `special_token_names`.
         max_length: `model_max_length` of the tokenizer.
-
-    Raises:
-        ValueError: `vocab_size` is less than `smallest_vocabulary(special)`.
     """
-    if vocab_size < smallest_vocabulary(special):
-        raise ValueError(
-            f"a byte-level tokenizer with {len(special)} special tokens needs at least {smallest_vocabulary(special)} "
-            f"entries, the vocabulary has {vocab_size}"
-        )
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = list(itertools.islice(_merges(set(pieces)), vocab_size - smallest_vocabulary(special)))
+    regular = vocab_size - len(special)
+    # The blank and the line end are spelt Ġ and Ċ; printable ASCII stands for itself.
+    ascii_first = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠĊ", not c.isascii(), c))
+    pieces = ascii_first[:regular]
+    merges = list(itertools.islice(_merges(set(pieces)), regular - len(pieces)))
     pieces += [left + right for left, right in merges]
     ids = (token for token in range(vocab_size) if token not in special)
     vocabulary = dict(zip(pieces, ids, strict=True)) | {name: token for token, name in special.items()}
@@ -78,7 +74,7 @@ def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], m
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
+            "unk_token": "<pad>" if missing_bytes(vocab_size, special) else None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,
@@ -106,9 +102,10 @@ def _merges(known: set[str]) -> Iterator[tuple[str, str]]:
     """Merge rules without end for practical sizes: each piece from its longest prefix and its last letter."""
     space = "Ġ"  # how byte-level BPE spells a blank
     letters = string.ascii_lowercase
-    words = [form for word in _WORDS.split() for form in (space + word, word, space + word.capitalize())]
+    words = _WORDS.split()
+    forms = (*(space + word for word in words), *words, *(space + word.capitalize() for word in words))
     runs = ("".join(run) for length in (2, 3, 4) for run in itertools.product(letters, repeat=length))
-    for piece in itertools.chain(words, runs):
+    for piece in itertools.chain(forms, runs):
         for end in range(2, len(piece) + 1):
             if piece[:end] not in known:
                 known.add(piece[:end])
