@@ -6,6 +6,7 @@ Text goes to stdout, everything else to stderr. Errors are one sentence and exit
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `deepinfer-jax` command."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     app()
 

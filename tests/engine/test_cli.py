@@ -1,0 +1,136 @@
+"""The command line: text on stdout, everything else on stderr, errors as one sentence with a status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import greedy_twin, make_table
+from typer.testing import CliRunner
+
+from deepinfer_jax import embedded
+from deepinfer_jax.cli import app
+from deepinfer_jax.engine.environ import user_cache_dir
+
+TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests leave nothing in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DEEPINFER_COMPILATION_CACHE_DIR", "")
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def answer(prompt: str) -> str:
+    return "".join(chr(48 + token) for token in greedy_twin(make_table(), [ord(c) - 48 for c in prompt], 4))
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_prompts_from_options_a_file_and_stdin_give_the_same_text(tmp_path: Path) -> None:
+    expected = f"AB{answer('AB')}\nCDE{answer('CDE')}\n"
+    file = tmp_path / "prompts.txt"
+    file.write_text("AB\n\nCDE\n")
+    assert invoke(*TOY_MODEL, "--prompt", "AB", "--prompt", "CDE") == (0, expected, "")
+    assert invoke(*TOY_MODEL, "--file", str(file)) == (0, expected, "")
+    assert invoke(*TOY_MODEL, stdin="AB\nCDE\n") == (0, expected, "")
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_json_is_one_object_per_prompt() -> None:
+    status, out, _ = invoke(*TOY_MODEL, "--json", "--prompt", "AB", "--prompt", "CDE")
+    first, second = map(json.loads, out.splitlines())
+    assert (status, first["prompt"], first["text"], second["text"]) == (0, "AB", answer("AB"), answer("CDE"))
+    assert first["token_ids"] == [ord(c) - 48 for c in answer("AB")]
+    assert (first["finish_reason"], len(first["token_logprobs"])) == ("length", 4)
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_a_seed_repeats_and_equal_prompts_differ() -> None:
+    command = ["generate", "--model", "toy", "--prompt", "AB", "--prompt", "AB", "--max-tokens", "9", "--seed", "5"]
+    status, out, _ = invoke(*command)
+    assert (status, out) == (0, invoke(*command)[1])
+    assert out.splitlines()[0] != out.splitlines()[1]
+
+
+@pytest.mark.usefixtures("toy_model")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", "A!"], "'!' is not in this alphabet"),
+        (["--prompt", ""], "prompt must not be empty"),
+        (["--prompt", "A", "--temperature", "nan"], "temperature must be a finite number"),
+        (["--prompt", "A", "--max-tokens", "-3"], "max_tokens must be"),
+        (["--prompt", "A", "--precision", "fp64"], "precision must be one of"),
+        (["--prompt", "A" * 41], "41 tokens, the limit is 40"),
+        (["--prompt", "A", "--file", "x"], "not both"),
+        (["--file", "/no/such/file"], "/no/such/file"),
+        ([], "holds no prompt"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_1(arguments: list[str], sentence: str) -> None:
+    status, out, err = invoke("generate", "--model", "toy", *arguments)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: ") and sentence in err
+
+
+def test_a_missing_model_and_an_unknown_option_are_told_apart(tmp_path: Path) -> None:
+    status, out, err = invoke("generate", "--model", str(tmp_path / "none"), "--prompt", "A")
+    assert (status, out) == (1, "")
+    assert "none" in err and "Traceback" not in err
+    assert invoke("generate", "--modle", "x")[0] == 2
+
+
+def test_make_tiny_and_check_work_on_a_folder(tmp_path: Path) -> None:
+    folder = str(tmp_path / "tiny")
+    status, out, err = invoke("make-tiny", folder, "--seed", "3")
+    assert (status, out) == (0, "")
+    assert "random weights, seed 3" in err
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(folder))
+    assert invoke("check", folder)[0] == 0
+    (tmp_path / "tiny" / "tokenizer.json").unlink()
+    assert invoke("check", folder)[0] == 1
+
+
+def test_the_embedded_model_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make_tiny = embedded.make_tiny
+
+    def counted(folder: Path) -> None:
+        made.append(folder)
+        make_tiny(folder)
+
+    monkeypatch.setattr(embedded, "make_tiny", counted)
+    folder = embedded.embedded_model()
+    assert embedded.embedded_model() == folder
+    assert len(made) == 1
+    assert list(user_cache_dir().iterdir()) == [folder]  # no half-made neighbour
+
+    def breaks(folder: Path) -> None:
+        folder.mkdir()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(embedded, "make_tiny", breaks)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache_dir().parent / "other"))
+    with pytest.raises(OSError, match="disk full"):
+        embedded.embedded_model()
+    assert list(user_cache_dir().iterdir()) == []
+
+
+def test_the_installed_command_generates_with_the_embedded_model() -> None:
+    command = [str(Path(sys.executable).parent / "deepinfer-jax"), "generate", "--json", "--max-tokens", "5"]
+    done = subprocess.run(
+        [*command, "--seed", "1", "--prompt", "Once upon a time"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weights are random" in done.stderr
+    answer = json.loads(done.stdout)
+    assert len(answer["token_ids"]) <= 5 and answer["finish_reason"] in ("length", "stop")
+    assert isinstance(answer["text"], str) and answer["text"]
