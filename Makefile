@@ -35,7 +35,7 @@ lint: install
 	$(VENV)/bin/lint-imports
 
 test-fast: install
-	$(PYTHON) -m pytest -q -m "not slow"
+	$(PYTHON) -m pytest -q -m "not slow" --nbmake tests notebooks
 
 test-slow: install
 	$(PYTHON) -m pytest -q -m slow
