@@ -89,7 +89,7 @@ def _token_map(directory: Path, config: ModelConfig) -> jax.Array | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         _log.warning(
-            "%s does not exist: these parameters have no Engram token map and can not run. "
+            "%s does not exist: these parameters have no Engram token map and cannot run. "
             "Pass tokenizer=FOLDER to load_params.",
             path,
         )

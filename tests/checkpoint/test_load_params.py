@@ -30,10 +30,15 @@ def load(folder: Path, precision: str, **options: Any) -> Params:
     return hf.load_params(folder, load_config(folder), precision=precision, **options)
 
 
+@jax.jit
+def _dequantize(leaf: jax.Array | Fp8Weight | Fp4Weight | Fp8Rows) -> jax.Array:
+    return dequantize(leaf, jnp.float32).astype(jnp.float32)
+
+
 def values(params: Params) -> list[np.ndarray]:
     """Every parameter as float32, in tree order."""
     leaves = jax.tree.leaves(params.replace(token_map=None), is_leaf=lambda leaf: isinstance(leaf, QUANTIZED))
-    return [np.asarray(dequantize(leaf, jnp.float32).astype(jnp.float32)) for leaf in leaves]
+    return [np.asarray(_dequantize(leaf)) for leaf in leaves]
 
 
 def independent_values(folder: Path) -> list[np.ndarray]:
