@@ -63,13 +63,14 @@ def make_tiny(
     """
     raw = copy.deepcopy(TINY) if config_path is None else _read_config(Path(config_path))
     parse_config(raw)  # refuse before anything is written
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
+    out = Path(out_dir).absolute()
+    if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; make-tiny writes a new folder and replaces nothing")
-    needed, free = sum(tensor.nbytes for tensor in released_tensors(parse_config(raw))), shutil.disk_usage(out).free
+    disk = next(folder for folder in (out, *out.parents) if folder.exists())
+    needed, free = sum(tensor.nbytes for tensor in released_tensors(parse_config(raw))), shutil.disk_usage(disk).free
     if needed > free:
         raise ValueError(f"{out}: the weights of this configuration take {needed:,} bytes, the disk has {free:,} free")
+    out.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(out, raw)
     _fit_engram(out, raw)
     (out / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")

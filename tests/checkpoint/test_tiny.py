@@ -192,3 +192,4 @@ def test_a_model_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5_000_000))
     with pytest.raises(ValueError, match="take 510,286,023,000 bytes, the disk has 5,000,000 free"):
         make_tiny(tmp_path / "out", TESTS / "configs" / "released.json")
+    assert not (tmp_path / "out").exists()
