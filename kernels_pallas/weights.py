@@ -1,10 +1,12 @@
 """Quantised weights as they are stored and kept on the device (model.md §2.2)."""
 
+import dataclasses
+
 import jax
-from flax import struct
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Fp8Weight:
     """Matrices in FP8 with one power-of-two scale for each 32 x 32 block.
 
@@ -17,7 +19,8 @@ class Fp8Weight:
     scales: jax.Array
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Fp4Weight:
     """Matrices in packed FP4 with one power-of-two scale for each row and 32 inputs.
 
@@ -30,7 +33,8 @@ class Fp4Weight:
     scales: jax.Array
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Fp8Rows:
     """A table of rows in FP8 with one power-of-two scale for each row and 32 columns (the Engram tables).
 

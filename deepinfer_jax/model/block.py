@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.hyper_connections import collapse, expand, mix_coefficients
-from deepinfer_jax.model.moe import mixture, route
+from deepinfer_jax.model.moe import expert_scores, expert_weights, mixture, select_experts
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.params import Layer
@@ -56,8 +56,10 @@ def block(
 
     mix = mix_coefficients(streams, params.hc_ffn, text)
     x = rms_norm(collapse(streams, pre), params.ffn_norm, text.rms_norm_eps)
-    expert_ids, weights = route(x, params.ffn, image_mask, experts_per_token, text.routed_scaling_factor)
+    scores = expert_scores(x, params.ffn)
+    expert_ids = select_experts(scores, params.ffn, image_mask, experts_per_token)
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
+    weights = expert_weights(scores, expert_ids, text.routed_scaling_factor)
     weights = probe(f"{name}.moe.expert_weights", weights)
     y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith, mesh))
     return probe(f"{name}.streams", expand(y, streams, mix)), probe(f"{name}.pre", mix.pre)

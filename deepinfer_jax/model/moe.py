@@ -18,29 +18,39 @@ from deepinfer_jax.sharding import EXPERT
 _RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
 
 
-def route(x: jax.Array, params: MoE, image_mask: jax.Array | None, k: int, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Picks k experts per token: the bias moves the choice, never the weight.
-
-    Args:
-        x: [batch, time, hidden].
-        image_mask: bool [batch, time]; those tokens are chosen with `bias_vl` (T26). None: text only.
-        scale: `routed_scaling_factor`.
-
-    Returns:
-        expert ids int32 and weights float32, [batch, time, k], in descending order of biased score.
-    """
+def expert_scores(x: jax.Array, params: MoE) -> jax.Array:
+    """sqrt(softplus(g)) of every expert, fp32. [batch, time, hidden] -> float32 [batch, time, experts]."""
     logits = matmul(x.astype(jnp.float32), params.gate.astype(jnp.float32))
     softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
     # The inner where keeps the gradient finite where softplus underflows to 0.
-    scores = jnp.where(softplus > 0, jnp.sqrt(jnp.where(softplus > 0, softplus, 1)), 0)
+    return jnp.where(softplus > 0, jnp.sqrt(jnp.where(softplus > 0, softplus, 1)), 0)
+
+
+def select_experts(scores: jax.Array, params: MoE, image_mask: jax.Array | None, k: int) -> jax.Array:
+    """The k largest of score + bias, in descending order, lowest id first on ties.
+
+    Args:
+        scores: float32 [batch, time, experts].
+        image_mask: bool [batch, time]; those tokens are chosen with `bias_vl` (T26). None: text only.
+
+    Returns:
+        int32 [batch, time, k].
+    """
     bias = params.bias
     if image_mask is not None and params.bias_vl is not None:
         bias = jnp.where(image_mask[..., None], params.bias_vl, params.bias)
-    ids = lax.top_k(lax.stop_gradient(scores + bias), k)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if k > 1:
+    return lax.top_k(lax.stop_gradient(scores + bias), k)[1]
+
+
+def expert_weights(scores: jax.Array, expert_ids: jax.Array, scale: float) -> jax.Array:
+    """Scores of the chosen experts, renormalised when there are several; the bias never enters (M1).
+
+    expert_ids: int32 [batch, time, k]; scale: `routed_scaling_factor` -> float32 [batch, time, k].
+    """
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    if expert_ids.shape[-1] > 1:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
-    return ids, weights * scale
+    return weights * scale
 
 
 def shared_expert(x: jax.Array, params: Experts, limit: float, quantize: bool) -> jax.Array:

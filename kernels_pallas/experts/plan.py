@@ -1,13 +1,15 @@
 """The one planner of expert work: (token, expert) pairs sorted into tiles of one expert each (design.md §7)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 Array = jax.Array
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TilePlan:
     """Where every (token, expert) pair is computed.
 

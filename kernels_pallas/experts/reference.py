@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.kernels.dot import batched_matmul, dot, matmul
+from deepinfer_jax.kernels.dot import batched_matmul, matmul
 from deepinfer_jax.kernels.experts.plan import plan_tiles
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize
@@ -116,8 +116,6 @@ def _dense(
     z = jnp.where(jnp.any(picked, axis=1)[..., None], swiglu(gate, up, weight, limit), 0)
     if quantize_input:
         z = fake_quant_fp8(z)
-    if x.dtype == jnp.float32:
-        return dot(z, m2, (((1, 2), (0, 2)), ((), ())))
     out = batched_matmul(jnp.swapaxes(z, 0, 1), m2).astype(x.dtype)  # [experts, tokens, hidden]
     return ordered_sum(jnp.swapaxes(out, 0, 1))
 
