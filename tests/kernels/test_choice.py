@@ -1,7 +1,9 @@
 """Which kernels a device gets, and that compiling for an absent GPU gives what that GPU would run."""
 
 import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import pytest
@@ -91,3 +93,10 @@ def test_a_child_that_cannot_compile_gives_its_reason() -> None:
     unknown = aot.Gpu("H999", "NVIDIA H999", (9, 9), False, 1, 1, 1.0, 1, 1, 1, 1, 1)
     reason = aot.compile_in_child(unknown, 0)
     assert isinstance(reason, str) and "H999" in reason
+
+
+def test_one_file_names_the_pallas_dialect() -> None:
+    files = Path(aot.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if re.search(r"^\s*(from|import) .*pallas", file.read_text(), re.M)] == [
+        "_backend.py"
+    ]
