@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.config import PRECISIONS, ModelConfig
+from deepinfer_jax.kernels.rounding import round_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Arithmetic:
 
     def round(self, x: jax.Array) -> jax.Array:
         """bf16(x) of model.md; the identity in the float32 precisions."""
-        return x.astype(self.dtype)
+        return round_to(x, self.dtype)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.attention import Step, output_projection, query_projection, window_keys
@@ -43,7 +44,7 @@ class DraftOutput:
 
 def tap(streams: jax.Array) -> jax.Array:
     """Mean of a layer's input streams (T20). [batch, time, streams, hidden] -> [batch, time, hidden]."""
-    return jnp.mean(streams.astype(jnp.float32), axis=2).astype(streams.dtype)
+    return round_to(jnp.mean(streams.astype(jnp.float32), axis=2), streams.dtype)
 
 
 def store_context(taps: jax.Array, params: Draft, step: Step) -> None:

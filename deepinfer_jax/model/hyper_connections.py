@@ -7,6 +7,7 @@ from jax import lax
 
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
+from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.params import HyperConnection
 
 
@@ -56,11 +57,11 @@ def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
 
 def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """x = Σ_s pre_s·h_s, rounded. [batch, time, streams, hidden] -> [batch, time, hidden]."""
-    return jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
+    return round_to(jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2), streams.dtype)
 
 
 def expand(output: jax.Array, streams: jax.Array, mix: Mix) -> jax.Array:
     """h'_k = post_k·y + Σ_j comb[j, k]·h_j, rounded. output: [batch, time, hidden]."""
     wide = streams.astype(jnp.float32)
     carried = jnp.sum(mix.comb[..., None] * wide[..., :, None, :], axis=-3)
-    return (mix.post[..., None] * output.astype(jnp.float32)[..., None, :] + carried).astype(streams.dtype)
+    return round_to(mix.post[..., None] * output.astype(jnp.float32)[..., None, :] + carried, streams.dtype)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from flax import struct
 
 from deepinfer_jax.config import TextConfig
+from deepinfer_jax.kernels.rounding import round_to
 
 
 @struct.dataclass
@@ -67,4 +68,4 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     still, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)
     even, odd = turned[..., 0::2], turned[..., 1::2]
     pairs = jnp.stack([even * by.cos - odd * by.sin, even * by.sin + odd * by.cos], axis=-1)
-    return jnp.concatenate([still, pairs.reshape(turned.shape).astype(x.dtype)], axis=-1)
+    return jnp.concatenate([still, round_to(pairs.reshape(turned.shape), x.dtype)], axis=-1)

@@ -13,6 +13,7 @@ from deepinfer_jax.kernels.dot import batched_matmul, matmul
 from deepinfer_jax.kernels.experts.plan import plan_tiles
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize
+from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.weights import Weight
 
 Array = jax.Array
@@ -30,7 +31,7 @@ def swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
     a = jnp.minimum(gate.astype(jnp.float32), limit)
     u = jnp.clip(up.astype(jnp.float32), -limit, limit)
     z = jax.nn.silu(a) * u if weight is None else weight[..., None] * jax.nn.silu(a) * u
-    return z.astype(gate.dtype)
+    return round_to(z, gate.dtype)
 
 
 def routed_experts(
@@ -109,14 +110,14 @@ def _dense(
         x = fake_quant_fp8(x)
     m1, m3, m2 = (dequantize(w, x.dtype) for w in (w1, w3, w2))
     experts, inner, hidden = m1.shape
-    gate = matmul(x, m1.reshape(experts * inner, hidden)).astype(x.dtype).reshape(-1, experts, inner)
-    up = matmul(x, m3.reshape(experts * inner, hidden)).astype(x.dtype).reshape(-1, experts, inner)
+    gate = round_to(matmul(x, m1.reshape(experts * inner, hidden)), x.dtype).reshape(-1, experts, inner)
+    up = round_to(matmul(x, m3.reshape(experts * inner, hidden)), x.dtype).reshape(-1, experts, inner)
     picked = ids[:, :, None] == jnp.arange(experts)  # [tokens, k, experts]
     weight = jnp.sum(jnp.where(picked, weights[:, :, None], 0.0), axis=1)  # [tokens, experts]
     z = jnp.where(jnp.any(picked, axis=1)[..., None], swiglu(gate, up, weight, limit), 0)
     if quantize_input:
         z = fake_quant_fp8(z)
-    out = batched_matmul(jnp.swapaxes(z, 0, 1), m2).astype(x.dtype)  # [experts, tokens, hidden]
+    out = round_to(batched_matmul(jnp.swapaxes(z, 0, 1), m2), x.dtype)  # [experts, tokens, hidden]
     return ordered_sum(jnp.swapaxes(out, 0, 1))
 
 
@@ -161,8 +162,8 @@ def _expert(
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stacked)
         return dequantize(one, x.dtype)
 
-    gate, up = matmul(x, matrix(w1)).astype(x.dtype), matmul(x, matrix(w3)).astype(x.dtype)
+    gate, up = round_to(matmul(x, matrix(w1)), x.dtype), round_to(matmul(x, matrix(w3)), x.dtype)
     z = swiglu(gate, up, weight, limit)
     if quantize_input:
         z = fake_quant_fp8(z)
-    return matmul(z, matrix(w2)).astype(x.dtype)
+    return round_to(matmul(z, matrix(w2)), x.dtype)

@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.formats import decode_e4m3, decode_e8m0, fake_quant_fp8, unpack_e2m1
+from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.weights import Fp4Weight, Fp8Rows, Fp8Weight, Weight
 
 Array = jax.Array
@@ -42,4 +43,4 @@ def linear(x: Array, weight: Weight, *, quantize_input: bool = False) -> Array:
     """
     if quantize_input:
         x = fake_quant_fp8(x)
-    return matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
+    return round_to(matmul(x, dequantize(weight, x.dtype)), x.dtype)

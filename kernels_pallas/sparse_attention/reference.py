@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.kernels.dot import dot
+from deepinfer_jax.kernels.rounding import round_to
 
 from .entries import Entries, entry_count, take_entries, unpack_entries
 
@@ -58,7 +59,7 @@ def sparse_attention_reference(
                 branches.append(_dense_branch(query, *shared, picks, picked, scale))
             else:
                 branches.append(_gather_branch(query, entries, picks, picked, scale))
-        return _softmax_product(branches, sink, round_probabilities).astype(query.dtype)
+        return round_to(_softmax_product(branches, sink, round_probabilities), query.dtype)
 
     if time <= TILE_ROWS:
         return attend(query, horizon, picks, slots)
@@ -155,7 +156,7 @@ def _softmax_product(branches: list[_Branch], sink: jax.Array, round_probabiliti
         weights = jnp.exp(branch.logits - highest[..., None])
         denominator += weights.sum(axis=-1)
         if round_probabilities:  # only before the product: the denominator keeps float32 e_j
-            weights = weights.astype(jnp.bfloat16)
+            weights = round_to(weights, jnp.bfloat16)
         numerator += dot(weights, branch.keys, (((3,), (branch.keys.ndim - 2,)), _shared_axes(branch.keys)))
     return numerator / denominator[..., None]
 
