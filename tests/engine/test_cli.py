@@ -17,13 +17,6 @@ from deepinfer_jax.engine.environ import user_cache_dir
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests leave nothing in the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("DEEPINFER_COMPILATION_CACHE_DIR", "")
-
-
 def invoke(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(arguments), input=stdin)
     return result.exit_code, result.stdout, result.stderr
@@ -99,7 +92,8 @@ def test_make_tiny_and_check_work_on_a_folder(tmp_path: Path) -> None:
     assert invoke("check", folder)[0] == 1
 
 
-def test_the_embedded_model_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
     made = []
     make_tiny = embedded.make_tiny
 
@@ -118,7 +112,7 @@ def test_the_embedded_model_is_made_once_and_whole(monkeypatch: pytest.MonkeyPat
         raise OSError("disk full")
 
     monkeypatch.setattr(embedded, "make_tiny", breaks)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache_dir().parent / "other"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     with pytest.raises(OSError, match="disk full"):
         embedded.embedded_model()
     assert list(user_cache_dir().iterdir()) == []

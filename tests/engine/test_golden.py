@@ -17,12 +17,6 @@ from deepinfer_jax.engine.sampling_params import SamplingParams
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-@pytest.fixture(autouse=True)
-def no_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests leave nothing in the user's cache."""
-    monkeypatch.setenv("DEEPINFER_COMPILATION_CACHE_DIR", "")
-
-
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
