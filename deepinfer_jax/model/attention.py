@@ -44,7 +44,7 @@ class Step:
         rotations: of the new tokens, for ratio-0 layers and for compressed layers.
         published: picks and candidates so far.
         probe: captures and edits.
-        choice: which kernels run.
+        kernels: which implementation of each kernel runs.
     """
 
     text: TextConfig
@@ -53,12 +53,12 @@ class Step:
     rotations: dict[bool, Rotation]
     published: Published
     probe: Probe
-    choice: KernelChoice
+    kernels: KernelChoice
 
     @classmethod
-    def start(cls, text: TextConfig, arith: Arithmetic, view: CacheView, probe: Probe, choice: KernelChoice) -> "Step":
+    def start(cls, text: TextConfig, arith: Arithmetic, view: CacheView, probe: Probe, kernels: KernelChoice) -> "Step":
         rotations = {kind: rotation(text, view.positions, compressed=kind) for kind in (False, True)}
-        return cls(text, arith, view, rotations, Published(), probe, choice)
+        return cls(text, arith, view, rotations, Published(), probe, kernels)
 
 
 def query_projection(
@@ -131,7 +131,7 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
         scale=text.head_dim**-0.5,
         round_probabilities=arith.is_low,
         banded=banded,
-        choice=step.choice,
+        choice=step.kernels,
     )
     return output_projection(heads, params, by, text, arith)
 

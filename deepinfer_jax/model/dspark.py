@@ -67,6 +67,7 @@ def draft(
     tokens: jax.Array | npt.NDArray[Any],
     *,
     precision: str = "reference",
+    kernels: KernelChoice = KernelChoice(),  # noqa: B008 (frozen, so one shared default is safe)
 ) -> DraftOutput:
     """Drafts one block after each row's newest sampled token, greedily.
 
@@ -76,17 +77,18 @@ def draft(
     Args:
         cache: after the target's forward pass; the given token is not in it yet.
         tokens: newest sampled token of each row, at position `cache.lengths`. int [batch].
+        kernels: as for `forward`.
 
     Raises:
         ValueError: the model has no draft layers, shapes or precisions do not fit.
     """
     tokens = check_drafting(params, config, cache, tokens, precision)
-    return _draft(params, cache, tokens, config=config, precision=precision, choice=KernelChoice())
+    return _draft(params, cache, tokens, config=config, precision=precision, kernels=kernels)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "precision", "choice"))
+@functools.partial(jax.jit, static_argnames=("config", "precision", "kernels"))
 def _draft(
-    params: Params, cache: Cache, tokens: jax.Array, *, config: ModelConfig, precision: str, choice: KernelChoice
+    params: Params, cache: Cache, tokens: jax.Array, *, config: ModelConfig, precision: str, kernels: KernelChoice
 ) -> DraftOutput:
     text, arith = config.text, arithmetic(config, precision)
     weights = params.draft
@@ -114,7 +116,7 @@ def _draft(
             sliding_window=text.sliding_window,
             scale=text.head_dim**-0.5,
             round_probabilities=arith.is_low,
-            choice=choice,
+            choice=kernels,
         )
         return output_projection(heads, params, by, text, arith)
 

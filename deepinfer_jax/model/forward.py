@@ -61,6 +61,7 @@ def forward(
     capture: Iterable[str] = (),
     edit: Mapping[str, Edit] | None = None,
     return_logits: bool = True,
+    kernels: KernelChoice = KernelChoice(),  # noqa: B008 (frozen, so one shared default is safe)
 ) -> ForwardOutput:
     """The exact model on a batch of token rows. Pure, jittable, differentiable; runs on any backend.
 
@@ -79,6 +80,8 @@ def forward(
         capture: names or `*` patterns of tensors to return (`model.probe.capture_names` lists them).
         edit: name or pattern -> function of one array; its result takes the tensor's place.
         return_logits: False leaves the head out.
+        kernels: implementation of each kernel, e.g. `KernelChoice.for_devices(jax.devices())`; the default is plain
+            XLA, which is differentiable and runs on meshes.
 
     Returns:
         `ForwardOutput`. Logits at padding positions mean nothing. Under tracing, rows that overflow the cache have
@@ -106,7 +109,7 @@ def forward(
         captures=captures,
         edits=edits,
         return_logits=return_logits,
-        choice=KernelChoice(),
+        kernels=kernels,
     )
 
 
@@ -115,7 +118,7 @@ def compute_logits(params: Params, hidden: jax.Array) -> jax.Array:
     return matmul(hidden, params.head)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "precision", "captures", "edits", "return_logits", "choice"))
+@functools.partial(jax.jit, static_argnames=("config", "precision", "captures", "edits", "return_logits", "kernels"))
 def _forward(
     params: Params,
     tokens: jax.Array,
@@ -129,7 +132,7 @@ def _forward(
     captures: tuple[str, ...],
     edits: tuple[tuple[str, Edit], ...],
     return_logits: bool,
-    choice: KernelChoice,
+    kernels: KernelChoice,
 ) -> ForwardOutput:
     text, arith = config.text, arithmetic(config, precision)
     batch, time = tokens.shape
@@ -150,7 +153,7 @@ def _forward(
         history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
         rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
-    step = Step.start(text, arith, view, probe, choice)
+    step = Step.start(text, arith, view, probe, kernels)
     taps: dict[int, jax.Array] = {}
     for plan, layer in zip(layer_plans(text), params.layers, strict=True):
         name = f"layers.{plan.index}"

@@ -20,7 +20,7 @@ Array = jax.Array
 
 _DENSE_WASTE = 4  # experts computed for each one picked, up to which the dense products win on CPU
 _FEW_PAIRS = 64  # pairs up to which one product after the other beats tiles with empty places
-_TILE = 16
+_SMALLEST_TILE, _LARGEST_TILE = 16, 64
 
 
 def swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
@@ -140,17 +140,33 @@ def _pair_by_pair(
 def _tiled(
     x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
-    plan = plan_tiles(ids, jax.tree.leaves(w1)[0].shape[0], _TILE)
+    tokens = ids.shape[0]
+    experts = jax.tree.leaves(w1)[0].shape[0]
+    tile = _tile_rows(ids.size, experts)
+    plan = plan_tiles(ids, experts, tile)
     tiles = plan.expert.shape[0]
-    pair_weight = jnp.zeros(tiles * _TILE, jnp.float32).at[plan.place].set(weights, mode="drop")
+    pair_weight = jnp.zeros(tiles * tile, jnp.float32).at[plan.place].set(weights, mode="drop").reshape(tiles, tile)
 
-    def one_tile(tile: tuple[Array, Array, Array]) -> Array:
-        expert, row, weight = tile
-        rows = jnp.take(x, row, axis=0, mode="fill", fill_value=0)  # [tile, hidden]
-        return _expert(rows, w1, w3, w2, expert, weight, limit, quantize_input)
+    def one_tile(work: tuple[Array, Array, Array]) -> Array:
+        expert, row, weight = work
 
-    out = lax.map(one_tile, (plan.expert, plan.row, pair_weight.reshape(tiles, _TILE))).reshape(tiles * _TILE, -1)
+        def compute() -> Array:
+            rows = jnp.take(x, row, axis=0, mode="fill", fill_value=0)  # [tile, hidden]
+            return _expert(rows, w1, w3, w2, expert, weight, limit, quantize_input)
+
+        # The plan has room for the worst case; places are filled from the left, so a tile that is used has a first.
+        return lax.cond(row[0] < tokens, compute, lambda: jnp.zeros((tile, x.shape[-1]), x.dtype))
+
+    # checkpoint: a backward pass takes each tile's matrices again instead of keeping a copy per tile.
+    work = (plan.expert, plan.row, pair_weight)
+    out = lax.map(jax.checkpoint(one_tile, prevent_cse=False), work).reshape(tiles * tile, -1)
     return jnp.take(out, plan.place, axis=0, mode="fill", fill_value=0)
+
+
+def _tile_rows(pairs: int, experts: int) -> int:
+    """Rows per tile: about what an expert gets, between what a product needs to be efficient and what padding costs."""
+    average = max(pairs // experts, 1)
+    return min(max(1 << (average.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
 
 
 def _expert(
