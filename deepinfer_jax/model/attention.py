@@ -167,4 +167,8 @@ def _publish_picks(latent: jax.Array, x: jax.Array, params: Attention, plan: Lay
     if plan.is_candidate_source:
         chosen = candidate_entries(scores, visible, step.text)
         step.published.candidates = step.probe(f"{name}.candidates", chosen)
+    if scores.shape[-1] <= step.text.index_topk and not step.probe.has_edits:
+        # Every visible entry is picked and is a candidate (model.md §1.3): nothing depends on the scores, which are
+        # then computed only where they are captured.
+        scores = jnp.where(jnp.arange(scores.shape[-1]) < visible[..., None], 0.0, -jnp.inf)
     step.published.picks = step.probe(f"{name}.index_picks", pick(scores, step.text.index_topk))

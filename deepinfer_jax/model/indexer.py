@@ -15,7 +15,7 @@ from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 
-_TILE_BYTES = 1 << 25  # of fp32 products per tile of query rows
+_TILE_BYTES = 1 << 23  # of fp32 products per tile of query rows
 
 
 def index_scores(

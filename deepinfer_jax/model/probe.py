@@ -89,9 +89,10 @@ class Probe:
         self._edits = dict(edits)
         self.captured: dict[str, jax.Array] = {}
 
-    def edits(self, name: str) -> bool:
-        """Whether somebody replaces this tensor."""
-        return name in self._edits
+    @property
+    def has_edits(self) -> bool:
+        """Whether somebody replaces a tensor of this pass."""
+        return bool(self._edits)
 
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
         """The tensor to go on with.
