@@ -16,6 +16,8 @@ import typer
 
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
 
+_MAX_NUM_SEQS = 256  # more prompts than this take turns
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -67,7 +69,7 @@ def generate(
             _model_or_embedded(model),
             trust_remote_code=trust_remote_code,
             decode_sequence=False,
-            max_num_seqs=len(prompts),
+            max_num_seqs=min(len(prompts), _MAX_NUM_SEQS),
             precision=precision,
         )
         progress = sys.stderr.isatty() and len(prompts) > 1

@@ -10,7 +10,7 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of one step, in the scheduler's order (running sequences first, then prompts).
+    """The rows of one step, in the order in which their sequences started.
 
     Attributes:
         sequences: the sequences of the rows; all arrays below have this length.
@@ -19,6 +19,8 @@ class StepPlan:
         tokens: int32 [rows, max(num_new_tokens)], padded with 0 on the right.
         resets: bool [rows], the row's slot must be emptied first (its first step).
         completes: bool [rows], the step reaches the row's last token, so its sample counts.
+        cache_rows: how many rows the cache must have; fewer than before only if all rows reset.
+        chunk: the bound on num_new_tokens in a cache of that size.
         ignored: sequences that finished without running (too long, aborted while waiting).
     """
 
@@ -28,11 +30,13 @@ class StepPlan:
     tokens: npt.NDArray[np.int32]
     resets: npt.NDArray[np.bool_]
     completes: npt.NDArray[np.bool_]
+    cache_rows: int
+    chunk: int
     ignored: tuple[Sequence, ...] = ()
 
     @staticmethod
-    def of(scheduled: list[tuple[Sequence, int]], ignored: list[Sequence]) -> "StepPlan":
-        """The plan that advances each sequence by its count of tokens."""
+    def of(scheduled: list[tuple[Sequence, int]], ignored: list[Sequence], *, rows: int, chunk: int) -> "StepPlan":
+        """The plan that advances each sequence by its count of tokens, in a cache of `rows` rows."""
         counts = np.asarray([count for _, count in scheduled], np.int32)
         tokens = np.zeros((len(scheduled), int(counts.max(initial=0))), np.int32)
         for row, (sequence, count) in enumerate(scheduled):
@@ -46,5 +50,7 @@ class StepPlan:
             completes=np.asarray(
                 [sequence.num_tokens + count == len(sequence) for sequence, count in scheduled], np.bool_
             ),
+            cache_rows=rows,
+            chunk=chunk,
             ignored=tuple(ignored),
         )

@@ -11,36 +11,29 @@ from .sequence import Sequence, SequenceStatus
 
 
 class Scheduler:
-    """Continuous batching over a cache of `max_num_seqs` rows.
+    """Continuous batching over the rows of a cache.
 
-    Every step first advances each running sequence by one token, then spends what is left of the
-    budget on prompts in order of arrival, in chunks. Running sequences therefore never starve behind
+    Every step advances every running sequence: one that generates by one token, a prompt by a chunk. Waiting
+    sequences start as soon as a row is free, in order of arrival. Running sequences therefore never starve behind
     prompts, and a prompt never waits for a voting point (DB §15.2 traps 16, 19).
 
     Arguments:
-        max_num_seqs: rows of the cache.
-        max_num_batched_tokens: tokens of one step; at least `max_num_seqs`, so that every running
-            sequence always fits.
-        chunk_size: most tokens of one prompt in one step.
+        buckets: (rows, chunk) in ascending order of rows: a step that touches at most `rows` rows takes at most
+            `chunk` tokens of each. The last one's rows are the most sequences that run at once. So rows × chunk
+            bounds the work of a step, padding included.
         max_model_len: longest prompt that is accepted.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, chunk_size: int, max_model_len: int) -> None:
-        if max_num_seqs < 1 or chunk_size < 1:
-            raise ValueError(f"max_num_seqs ({max_num_seqs}) and chunk_size ({chunk_size}) must be at least 1")
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({max_num_seqs}): every running sequence needs one token per step"
-            )
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunk_size = chunk_size
+    def __init__(self, *, buckets: tuple[tuple[int, int], ...], max_model_len: int) -> None:
+        if not buckets or min(min(bucket) for bucket in buckets) < 1 or list(buckets) != sorted(buckets):
+            raise ValueError(f"buckets must be (rows, chunk) pairs of at least 1, in ascending order, got {buckets}")
+        self.buckets = buckets
         self.max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(buckets[-1][0] - 1, -1, -1))
         self._ignored: list[Sequence] = []
+        self._rows = 0
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queues a sequence. One that can never run finishes at once and is reported by `schedule`."""
@@ -56,28 +49,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Empty if nothing waits or runs."""
-        budget = self.max_num_batched_tokens
-        scheduled: list[tuple[Sequence, int]] = []
-
-        for sequence in self.running:
-            if sequence.num_tokens + 1 == len(sequence):
-                scheduled.append((sequence, 1))
-                budget -= 1
-
-        prompts = deque(s for s in self.running if s.num_tokens + 1 < len(s))
-        while budget > 0:  # a zero-length row never reaches the model (K10)
-            if prompts:
-                sequence = prompts.popleft()
-            elif self.waiting and self._free_slots:
-                sequence = self._start(self.waiting.popleft())
-            else:
-                break
-            count = min(len(sequence) - sequence.num_tokens, self.chunk_size, budget)
-            scheduled.append((sequence, count))
-            budget -= count
-
+        while self.waiting and self._free_slots:
+            self._start(self.waiting.popleft())
+        rows, chunk = self._bucket()
+        scheduled = [(s, min(len(s) - s.num_tokens, chunk)) for s in self.running]
         ignored, self._ignored = self._ignored, []
-        return StepPlan.of(scheduled, ignored)
+        return StepPlan.of(scheduled, ignored, rows=rows, chunk=chunk)
 
     def update(self, plan: StepPlan, sampled: npt.NDArray[np.int32], finite: npt.NDArray[np.bool_]) -> list[Sequence]:
         """Books the results of a step.
@@ -119,11 +96,18 @@ class Scheduler:
         self._release_finished()
         return len(waiting) + len(running), sum(len(s) for s in waiting + running)
 
-    def _start(self, sequence: Sequence) -> Sequence:
+    def _bucket(self) -> tuple[int, int]:
+        """The bucket of the next step. It shrinks only when all start from nothing: nothing need then be kept."""
+        needed = max((sequence.slot + 1 for sequence in self.running), default=0)
+        if any(sequence.num_tokens for sequence in self.running):
+            needed = max(needed, self._rows)
+        self._rows, chunk = next(bucket for bucket in self.buckets if bucket[0] >= needed)
+        return self._rows, chunk
+
+    def _start(self, sequence: Sequence) -> None:
         sequence.slot = self._free_slots.pop()
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
-        return sequence
 
     def _release_finished(self) -> None:
         for sequence in self.running:

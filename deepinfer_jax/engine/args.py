@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_MAX_MODEL_LEN = 4096
 # Most tokens of one prompt in one step. Longer chunks gain little: the experts' tiles are full by then.
 _CHUNK_SIZE = 128
+# Sizes of the cache: steps of few sequences do not pay for many.
+_ROW_BUCKETS = (1, 4, 16, 64)
 
 
 class EngineType(IntEnum):
@@ -33,14 +35,15 @@ class EngineLimits:
     Attributes:
         max_model_len: most tokens of prompt and output together; also the longest prompt.
         max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens of one step.
-        chunk_size: most tokens of one prompt in one step.
+        max_num_batched_tokens: most tokens of one step, padding included.
+        buckets: (rows, chunk) in ascending order: a step of at most `rows` sequences takes at most `chunk` tokens of
+            each.
     """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    chunk_size: int
+    buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(kw_only=True)
@@ -57,7 +60,7 @@ class EngineArgs:
         max_model_len: most tokens of prompt and output; None: the smaller of the model's and 4096.
         expert_parallel_size: 1. The engine of this version runs on one device.
         gpu_memory_utilization: in (0, 1]; the dense cache of this version is sized by the other arguments.
-        max_num_batched_tokens: most tokens of a step, at least `max_num_seqs`; None: the largest of
+        max_num_batched_tokens: most tokens of a step, padding included, at least `max_num_seqs`; None: the largest of
             max_model_len, 4096 and max_num_seqs.
         max_num_seqs: most sequences that run at once.
         disable_log_stats: no throughput line in the log.
@@ -135,9 +138,10 @@ class EngineArgs:
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): every "
                 "running sequence needs one token per step"
             )
+        rows = (*(rows for rows in _ROW_BUCKETS if rows < self.max_num_seqs), self.max_num_seqs)
         return EngineLimits(
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=budget,
-            chunk_size=min(_CHUNK_SIZE, max_model_len, budget),
+            buckets=tuple((count, min(_CHUNK_SIZE, max_model_len, budget // count)) for count in rows),
         )

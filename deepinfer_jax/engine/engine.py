@@ -51,12 +51,7 @@ class LLMEngine:
         self.vocab_size = parts.vocab_size
         self._image_token_id = parts.image_token_id
         self._runner = parts.runner
-        self._scheduler = Scheduler(
-            max_num_seqs=parts.limits.max_num_seqs,
-            max_num_batched_tokens=parts.limits.max_num_batched_tokens,
-            chunk_size=parts.limits.chunk_size,
-            max_model_len=parts.limits.max_model_len,
-        )
+        self._scheduler = Scheduler(buckets=parts.limits.buckets, max_model_len=parts.limits.max_model_len)
         self._requests: dict[int, _Request] = {}  # by sequence id
         self._open_ids: set[str] = set()
         self._next_seq_id = 0
@@ -197,11 +192,12 @@ class LLMEngine:
         return self._runner.run(
             plan.slots,
             plan.tokens,
+            cache_rows=plan.cache_rows,
+            chunk=plan.chunk,
             num_top=max(p.top_logprobs for p in params),
             prompt_logprobs=any(
                 p.prompt_logprobs and s.num_tokens < s.prompt_len for p, s in zip(params, plan.sequences, strict=True)
             ),
-            may_shrink=all(s.num_tokens == 0 for s in self._scheduler.running),
             num_new_tokens=plan.num_new_tokens,
             reset=plan.resets,
             next_token=[

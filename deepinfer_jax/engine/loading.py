@@ -54,10 +54,5 @@ def load_parts(args: EngineArgs) -> EngineParts:
         vocab_size=config.text.vocab_size,
         image_token_id=config.image_token_id,
         limits=limits,
-        runner=Runner(
-            TextModel(config, args.precision, limits.max_model_len),
-            params,
-            max_num_seqs=limits.max_num_seqs,
-            chunk_size=limits.chunk_size,
-        ),
+        runner=Runner(TextModel(config, args.precision, limits.max_model_len), params),
     )

@@ -14,7 +14,8 @@ from deepinfer_jax.runtime.text_model import StepModel
 
 logger = logging.getLogger(__name__)
 
-_MAX_TOP = 1000  # SamplingParams allows no longer list (DB §1.5)
+# Lengths of the lists of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
+_TOP_BUCKETS = (0, 8, 64, 1000)
 
 
 class Spec(NamedTuple):
@@ -33,11 +34,6 @@ def _spec(tree: Any) -> Spec:
     return Spec(structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves))
 
 
-def round_up(count: int, buckets: tuple[int, ...]) -> int:
-    """The smallest bucket that holds `count`; the last one if none does."""
-    return next((bucket for bucket in buckets if bucket >= count), buckets[-1])
-
-
 @functools.lru_cache(maxsize=64)
 def compile_step(model: StepModel, shape: StepShape, params: Spec, cache: Spec) -> Any:
     """The compiled `run_step`, which takes (params, cache, packed) and donates the cache.
@@ -51,21 +47,13 @@ def compile_step(model: StepModel, shape: StepShape, params: Spec, cache: Spec) 
 
 
 class Runner:
-    """Runs steps on a dense cache.
+    """Runs steps of `model` with `params` on a dense cache.
 
-    A program is compiled once per `StepShape` and kept. The cache holds
-    as many rows as the step with the most rows needed so far, rounded up to `row_buckets`, so that one prompt
-    does not pay for `max_num_seqs`; it is laid out anew, smaller if possible, when a step starts from nothing.
-
-    Arguments:
-        model, params: what computes.
-        max_num_seqs: most rows.
-        chunk_size: most new tokens of a row.
+    A program is compiled once per `StepShape` and kept. The cache has as many rows as the step asks for: it grows
+    with its contents, and is laid out anew when every row starts from nothing.
     """
 
-    def __init__(self, model: StepModel, params: Any, *, max_num_seqs: int, chunk_size: int) -> None:
-        self.row_buckets = (*(n for n in (1, 4, 16, 64) if n < max_num_seqs), max_num_seqs)
-        self.time_buckets = (1, chunk_size)
+    def __init__(self, model: StepModel, params: Any) -> None:
         self._model = model
         self._params = params
         self._programs: dict[StepShape, Any] = {}
@@ -82,34 +70,37 @@ class Runner:
         slots: npt.NDArray[np.int32],
         tokens: npt.NDArray[np.int32],
         *,
+        cache_rows: int,
+        chunk: int,
         num_top: int,
         prompt_logprobs: bool,
-        may_shrink: bool,
+        reset: npt.NDArray[np.bool_],
         **columns: npt.ArrayLike,
     ) -> StepOutput:
-        """One step of the rows `slots` int32 [n] on `tokens` int32 [n, new]; blocks until it is done.
+        """One step of all rows in use, `slots` int32 [n], on `tokens` int32 [n, new]; blocks until it is done.
 
         Arguments:
+            cache_rows: rows of the cache from now on.
+            chunk: most new tokens of a row with so many rows; a step of more than one token runs in this shape.
             num_top: length of the longest list of likeliest tokens that a row asks for.
             prompt_logprobs: whether some row wants those of its new tokens.
-            may_shrink: every row in use is reset by this step, so the cache may be laid out anew.
-            columns: the columns of `step_input`, each `[n]`.
+            reset: bool [n], rows that start from nothing.
+            columns: the other columns of `step_input`, each `[n]`.
 
         Returns NumPy arrays of the given rows, in their order.
         """
-        rows = round_up(int(slots.max()) + 1, self.row_buckets)
-        if self._cache is None or (may_shrink and rows != self._rows):
+        if self._cache is None or (reset.all() and cache_rows != self._rows):
             self._cache = None  # freed before the new one is made
-            self._rows, self._cache = rows, self._model.init_cache(rows)
-        elif rows > self._rows:
-            self._grow(rows)
+            self._rows, self._cache = cache_rows, self._model.init_cache(cache_rows)
+        elif cache_rows > self._rows:
+            self._grow(cache_rows)
         shape = StepShape(
             rows=self._rows,
-            time=round_up(tokens.shape[1], self.time_buckets),
-            num_top=round_up(num_top, (0, 8, 64, _MAX_TOP)),
+            time=1 if tokens.shape[1] == 1 else chunk,
+            num_top=next(bucket for bucket in _TOP_BUCKETS if bucket >= num_top),
             prompt_logprobs=prompt_logprobs,
         )
-        packed = pack(shape.rows, shape.time, slots, tokens, **columns)
+        packed = pack(shape.rows, shape.time, slots, tokens, reset=reset, **columns)
         program = self._program(shape)
         cache, self._cache = self._cache, None  # donated: a step that fails leaves none
         output, cache = program(self._params, cache, packed)

@@ -17,10 +17,11 @@ def test_an_unknown_argument_names_the_nearest() -> None:
 def test_sizes_follow_from_the_model_and_the_arguments() -> None:
     limits = EngineArgs(model="m").limits(max_position_embeddings=1_048_576)
     assert (limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens) == (4096, 256, 4096)
+    assert limits.buckets == ((1, 128), (4, 128), (16, 128), (64, 64), (256, 16))
     small = EngineArgs(model="m", max_num_seqs=3).limits(max_position_embeddings=64)
-    assert (small.max_model_len, small.chunk_size) == (64, 64)
-    long = EngineArgs(model="m", max_model_len=9000).limits(max_position_embeddings=1_048_576)
-    assert (long.max_model_len, long.max_num_batched_tokens) == (9000, 9000)
+    assert (small.max_model_len, small.buckets) == (64, ((1, 64), (3, 64)))
+    long = EngineArgs(model="m", max_model_len=9000, max_num_seqs=1).limits(max_position_embeddings=1_048_576)
+    assert (long.max_model_len, long.max_num_batched_tokens, long.buckets) == (9000, 9000, ((1, 128),))
 
 
 def test_a_context_beyond_the_models_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,7 @@ def test_a_sampled_request_does_not_depend_on_neighbours_slot_bucket_or_chunks(
     lengths: list[int], arrivals: list[int], max_num_seqs: int
 ) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=5, seq_seed=11)
-    engine = make_engine(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 3)
+    engine = make_engine(max_num_seqs=max_num_seqs, max_num_batched_tokens=3 * max_num_seqs)
     results: dict[str, list[RequestOutput]] = {}
     for step in range(7):
         for i, length in enumerate(lengths):

@@ -89,6 +89,7 @@ def greedy_twin(table: np.ndarray, prompt: list[int], count: int) -> list[int]:
 
 def toy_parts(args: EngineArgs) -> EngineParts:
     """Stands in for `load_parts`."""
-    limits = dataclasses.replace(args.limits(max_position_embeddings=40), chunk_size=8)
-    runner = Runner(ToyModel(), jnp.asarray(make_table()), max_num_seqs=limits.max_num_seqs, chunk_size=8)
-    return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, runner)
+    limits = args.limits(max_position_embeddings=40)
+    short_chunks = tuple((rows, min(chunk, 8)) for rows, chunk in limits.buckets)
+    limits = dataclasses.replace(limits, buckets=short_chunks)
+    return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, Runner(ToyModel(), jnp.asarray(make_table())))

@@ -16,9 +16,8 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int = 4, **kwargs: o
     return Sequence(seq_id, str(seq_id), prompt, max_tokens, **(defaults | kwargs))  # type: ignore[arg-type]
 
 
-def make_scheduler(**kwargs: int) -> Scheduler:
-    defaults = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "chunk_size": 4, "max_model_len": 32}
-    return Scheduler(**(defaults | kwargs))
+def make_scheduler(*buckets: tuple[int, int]) -> Scheduler:
+    return Scheduler(buckets=buckets or ((2, 4),), max_model_len=32)
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int]]:
@@ -47,15 +46,30 @@ def test_a_prompt_runs_in_chunks_and_then_one_token_per_step() -> None:
     assert not scheduler.schedule().sequences
 
 
-def test_running_sequences_go_first_and_prompts_share_the_rest() -> None:
-    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=6)
+def test_running_sequences_go_on_beside_prompts() -> None:
+    scheduler = make_scheduler((3, 4))
     scheduler.add_sequence(make_sequence(0, prompt_len=2, max_tokens=9))
     run_step(scheduler)
     scheduler.add_sequence(make_sequence(1, prompt_len=6))
-    scheduler.add_sequence(make_sequence(2, prompt_len=6))
-    assert rows(run_step(scheduler)) == [(0, 1), (1, 4), (2, 1)]
-    assert rows(run_step(scheduler)) == [(0, 1), (1, 2), (2, 3)]
-    assert rows(run_step(scheduler)) == [(0, 1), (1, 1), (2, 2)]
+    scheduler.add_sequence(make_sequence(2, prompt_len=9))
+    assert rows(run_step(scheduler)) == [(0, 1), (1, 4), (2, 4)]
+    assert rows(run_step(scheduler)) == [(0, 1), (1, 2), (2, 4)]
+    assert rows(run_step(scheduler)) == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_the_cache_grows_with_what_runs_and_shrinks_when_all_start_from_nothing() -> None:
+    scheduler = make_scheduler((1, 8), (4, 2))
+    scheduler.add_sequence(make_sequence(0, prompt_len=9, max_tokens=4))
+    alone = run_step(scheduler)
+    assert (alone.cache_rows, alone.chunk, rows(alone)) == (1, 8, [(0, 8)])
+    scheduler.add_sequence(make_sequence(1, prompt_len=5, max_tokens=1))
+    together = run_step(scheduler)
+    assert (together.cache_rows, together.chunk, rows(together)) == (4, 2, [(0, 1), (1, 2)])
+    run_step(scheduler)
+    run_step(scheduler)  # sequence 1 is done; the other keeps its row in the larger cache
+    assert (run_step(scheduler).cache_rows, scheduler.num_unfinished) == (4, 0)
+    scheduler.add_sequence(make_sequence(2, prompt_len=5))
+    assert (run_step(scheduler).cache_rows, scheduler.num_unfinished) == (1, 1)
 
 
 def test_rows_of_a_plan_are_padded_on_the_right_with_zeros() -> None:
@@ -96,7 +110,7 @@ def test_a_prompt_of_the_limit_runs_and_a_longer_one_is_ignored() -> None:
 
 
 def test_abort_of_a_running_sequence_is_silent_and_of_a_waiting_one_is_reported() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler = make_scheduler((1, 4))
     running, waiting = make_sequence(0, 2), make_sequence(1, 3)
     scheduler.add_sequence(running)
     scheduler.add_sequence(waiting)
@@ -119,38 +133,41 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
     assert good.output_token_ids == [6]
 
 
-@pytest.mark.parametrize("bad", [{"max_num_seqs": 0}, {"chunk_size": 0}, {"max_num_batched_tokens": 1}])
-def test_impossible_sizes_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least"):
-        make_scheduler(**bad)
+@pytest.mark.parametrize("buckets", [(), ((0, 4),), ((2, 0),), ((4, 2), (2, 4))])
+def test_impossible_buckets_are_refused(buckets: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="buckets must be"):
+        Scheduler(buckets=buckets, max_model_len=32)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), max_size=12),
-    sizes=st.tuples(st.integers(1, 4), st.integers(0, 9), st.integers(1, 9)),
+    buckets=st.sampled_from([((1, 3),), ((2, 9),), ((1, 9), (3, 2)), ((1, 4), (2, 4), (5, 1))]),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=4),
 )
 def test_any_mix_finishes_within_its_sizes_and_returns_every_slot(
-    prompts: list[tuple[int, int]], sizes: tuple[int, int, int], aborts: list[tuple[int, int]]
+    prompts: list[tuple[int, int]], buckets: tuple[tuple[int, int], ...], aborts: list[tuple[int, int]]
 ) -> None:
-    max_num_seqs, extra, chunk_size = sizes
-    scheduler = make_scheduler(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra, chunk_size=chunk_size
-    )
+    scheduler = make_scheduler(*buckets)
     sequences = [make_sequence(i, length, max_tokens) for i, (length, max_tokens) in enumerate(prompts)]
     for sequence in sequences:
         scheduler.add_sequence(sequence)
 
     cached: dict[int, list[int]] = {}  # slot -> tokens: what a cache would hold
+    rows_before = 0
     for step in range(2000):
         if not scheduler.num_unfinished:
             break
         scheduler.abort({str(target) for when, target in aborts if when == step})
         plan = scheduler.schedule()
-        assert plan.num_new_tokens.sum() <= scheduler.max_num_batched_tokens
-        assert (plan.num_new_tokens >= 1).all() and (plan.num_new_tokens <= chunk_size).all()
-        assert len(set(plan.slots.tolist())) == len(plan.slots) and set(plan.slots.tolist()) <= set(range(max_num_seqs))
+        assert (plan.cache_rows, plan.chunk) in buckets
+        assert (plan.num_new_tokens >= 1).all() and (plan.num_new_tokens <= plan.chunk).all()
+        if not plan.resets.all():
+            assert plan.cache_rows >= rows_before
+        rows_before = plan.cache_rows
+        assert len(set(plan.slots.tolist())) == len(plan.slots) and set(plan.slots.tolist()) <= set(
+            range(plan.cache_rows)
+        )
         for row, sequence in enumerate(plan.sequences):
             slot, count = int(plan.slots[row]), int(plan.num_new_tokens[row])
             if plan.resets[row]:
@@ -168,4 +185,4 @@ def test_any_mix_finishes_within_its_sizes_and_returns_every_slot(
         if sequence.finish_reason == "length":
             room = sequence.max_model_len + 1 - sequence.prompt_len
             assert sequence.output_len == min(sequence.max_tokens, room)
-    assert sorted(scheduler._free_slots) == list(range(max_num_seqs))
+    assert sorted(scheduler._free_slots) == list(range(buckets[-1][0]))
