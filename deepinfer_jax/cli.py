@@ -121,6 +121,8 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise ValueError("give either --prompt or --file, not both")
     if prompts:
         return prompts
+    if file is None and sys.stdin.isatty():
+        typer.echo("Prompts, one per line, then Ctrl-D:", err=True)
     try:
         text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import logging
-import operator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -100,8 +99,8 @@ class EngineArgs:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
-            if value is not None and operator.index(value) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.expert_parallel_size != 1:

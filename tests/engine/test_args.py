@@ -42,6 +42,7 @@ def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
         ("precision", "fp64"),
         ("max_model_len", 0),
         ("max_num_seqs", -1),
+        ("max_num_batched_tokens", 8.0),
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", 0),
         ("expert_parallel_size", 2),
