@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,32 @@ def test_the_installed_command_generates_with_the_embedded_model() -> None:
     answer = json.loads(done.stdout)
     assert len(answer["token_ids"]) <= 5 and answer["finish_reason"] in ("length", "stop")
     assert isinstance(answer["text"], str) and answer["text"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"native"', '"other"', "tokenizer_compatibility is 'other'"),
+        ("DeepseekV41ForCausalLM", "LlamaForCausalLM", "architectures is ['LlamaForCausalLM']"),
+        ('"fp4"', '"int4"', "expert_dtype is 'int4'"),
+        ("{", "", "config.json"),
+    ],
+)
+def test_a_model_folder_that_cannot_run_is_one_sentence(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(embedded.embedded_model(), tmp_path / "model")
+    config = folder / "config.json"
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
+    status, out, err = invoke("generate", "--model", str(folder), "--prompt", "A")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert sentence in err
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(embedded.embedded_model(), tmp_path / "model")
+    (folder / name).unlink()
+    status, out, err = invoke("generate", "--model", str(folder), "--prompt", "A")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert name in err
