@@ -32,7 +32,7 @@ def check_inputs(
     Raises:
         ValueError: see `forward`.
     """
-    _check_precision("params", params.precision, precision)
+    _check_precision("parameters", params.precision, precision)
     if config.text.engram_layer_ids and params.token_map is None:
         raise ValueError(
             "this model has Engram layers, but its parameters hold no token map: the checkpoint folder had no "
@@ -43,7 +43,7 @@ def check_inputs(
     if batch == 0 or time == 0:
         raise ValueError(f"tokens is {batch} x {time}; at least one row and one token are needed")
     if cache is not None:
-        _check_precision("cache", cache.precision, precision)
+        _check_precision("a cache", cache.precision, precision)
         if cache.lengths.shape[0] != batch:
             raise ValueError(f"the cache has {cache.lengths.shape[0]} rows, tokens has {batch}")
     if lengths is not None:
@@ -78,8 +78,8 @@ def check_drafting(params: Params, config: ModelConfig, cache: Cache, tokens: In
     """
     if params.draft is None:
         raise ValueError("this model has no draft layers (num_nextn_predict_layers is 0)")
-    _check_precision("params", params.precision, precision)
-    _check_precision("cache", cache.precision, precision)
+    _check_precision("parameters", params.precision, precision)
+    _check_precision("a cache", cache.precision, precision)
     tokens = _integers("tokens", tokens, 1)
     _check_shape("tokens", tokens, (cache.lengths.shape[0],))
     _check_range("tokens", tokens, 0, config.text.vocab_size - 1)
@@ -95,7 +95,9 @@ def is_concrete(array: object) -> bool:
 
 def _check_precision(what: str, found: str, wanted: str) -> None:
     if found != wanted:
-        raise ValueError(f"the {what} were made for precision {found!r} and cannot run in {wanted!r}")
+        raise ValueError(
+            f"{what} made for precision {found!r} cannot run in {wanted!r}: pass precision={found!r} or make new ones"
+        )
 
 
 def _integers(name: str, array: IntArray, ndim: int) -> IntArray:

@@ -29,7 +29,7 @@ def merge_images(
     """
     for role, vector in ((START, vision.image_start), (END, vision.image_end), (NEWLINE, vision.image_newline)):
         embedded = jnp.where((roles == role)[..., None], vector.astype(arith.dtype), embedded)
-    if features is None:
+    if features is None or features.shape[0] == 0:  # a chunk without images may bring no rows
         return embedded
     is_feature = roles == IMAGE
     number = (jnp.cumsum(is_feature.reshape(-1), dtype=jnp.int32) - 1).reshape(roles.shape)
