@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.model.dspark import draft
     from deepinfer_jax.model.forward import ForwardOutput, forward
-    from deepinfer_jax.model.vision import encode_image
     from deepinfer_jax.params import Params
 
 __version__ = "0.1.0"
@@ -38,7 +37,6 @@ _HOME = {
     "init_cache": "cache",
     "forward": "model.forward",
     "draft": "model.dspark",
-    "encode_image": "model.vision",
     "ModelConfig": "config",
     "Params": "params",
     "ForwardOutput": "model.forward",
@@ -57,7 +55,6 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "draft",
-    "encode_image",
     "forward",
     "init_cache",
     "init_params",

@@ -10,15 +10,42 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from deepinfer_jax.arithmetic import Arithmetic, arithmetic
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index, fake_quant_fp4_kv, pack_fp4_kv
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from deepinfer_jax.layer_plan import layer_plans
-from deepinfer_jax.model.arithmetic import Arithmetic, arithmetic
-from deepinfer_jax.model.compressor import Groups, OpenGroup
 
 DEAD = -1
 """Compressed id of a position before the sequence or inside an image (model.md §7.2)."""
+
+
+@struct.dataclass
+class OpenGroup:
+    """The last ratio − 1 tokens, which may belong to an unfinished group.
+
+    Attributes:
+        kv: κ, fp32 [batch, ratio - 1, head_dim].
+        gate: γ, fp32 [batch, ratio - 1, head_dim].
+    """
+
+    kv: jax.Array
+    gate: jax.Array
+
+
+@struct.dataclass
+class Groups:
+    """Groups that may have been completed by the new tokens, by absolute parity (T14).
+
+    Attributes:
+        latents: RMS-normed, unrotated. [batch, groups, head_dim].
+        numbers: entry number of each. int32 [batch, groups].
+        complete: bool [batch, groups].
+    """
+
+    latents: jax.Array
+    numbers: jax.Array
+    complete: jax.Array
 
 
 @struct.dataclass

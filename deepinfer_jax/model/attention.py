@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.cache import CacheView
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -13,7 +14,6 @@ from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attention
 from deepinfer_jax.layer_plan import LayerPlan
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.compressor import compress, entries_and_index_keys
 from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
 from deepinfer_jax.model.norm import rms_norm

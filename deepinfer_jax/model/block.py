@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.hyper_connections import collapse, expand, mix_coefficients
 from deepinfer_jax.model.moe import expert_scores, expert_weights, mixture, select_experts
 from deepinfer_jax.model.norm import rms_norm

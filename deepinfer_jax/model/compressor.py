@@ -2,43 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from deepinfer_jax.arithmetic import Arithmetic
+from deepinfer_jax.cache import Groups, OpenGroup
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import rotate, rotation
 from deepinfer_jax.params import Compressor, IndexKey
-
-
-@struct.dataclass
-class OpenGroup:
-    """The last ratio − 1 tokens, which may belong to an unfinished group.
-
-    Attributes:
-        kv: κ, fp32 [batch, ratio - 1, head_dim].
-        gate: γ, fp32 [batch, ratio - 1, head_dim].
-    """
-
-    kv: jax.Array
-    gate: jax.Array
-
-
-@struct.dataclass
-class Groups:
-    """Groups that may have been completed by the new tokens, by absolute parity (T14).
-
-    Attributes:
-        latents: RMS-normed, unrotated. [batch, groups, head_dim].
-        numbers: entry number of each. int32 [batch, groups].
-        complete: bool [batch, groups].
-    """
-
-    latents: jax.Array
-    numbers: jax.Array
-    complete: jax.Array
 
 
 def compress(

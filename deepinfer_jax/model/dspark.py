@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
+from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.cache import Cache, ring_positions
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -15,7 +16,6 @@ from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
-from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.attention import Step, output_projection, query_projection, window_keys
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.checks import check_drafting

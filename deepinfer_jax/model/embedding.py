@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.params import Params, Vision
 
 # Roles of the positions of an image span; text is negative (golden README).

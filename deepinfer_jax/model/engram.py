@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.params import Engram
 
 _GATE_FLOOR = 1e-6

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
+from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.cache import Cache, CacheView, init_cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.layer_plan import layer_plans
-from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.attention import Step, attention
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.checks import check_inputs

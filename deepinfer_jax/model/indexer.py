@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
 from deepinfer_jax.kernels.quantized_linear import linear
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 

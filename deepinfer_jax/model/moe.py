@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.experts import routed_experts, swiglu
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import linear
-from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.expert_dispatch import dispatched_experts
 from deepinfer_jax.params import Experts, MoE
 from deepinfer_jax.sharding import EXPERT
