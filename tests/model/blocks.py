@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from golden import LAYER_KEYS, MODES, Array, Case, model
 
 from deepinfer_jax import Cache, ModelConfig, Params, init_cache
+from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.cache import CacheView
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.formats import pack_fp4_kv
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from deepinfer_jax.layer_plan import layer_plans
-from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.attention import Step, attention
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.engram import engram
@@ -55,7 +55,7 @@ def _run_blocks(
     image_mask = golden["token_types"] >= 0 if "token_types" in golden else None
     streams, pre = initial_streams(embedded, text)
     for plan, layer in zip(layer_plans(text), params.layers, strict=True):
-        if plan.engram is not None:
+        if plan.engram is not None and layer.engram is not None:
             rows = golden["engram_ids"][:, :, plan.engram].astype(jnp.int32)
             remembered = engram(streams, rows, layer.engram, image_mask, text, arith)
             streams = probe(f"layers.{plan.index}.engram.streams", remembered)

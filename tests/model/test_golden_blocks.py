@@ -15,9 +15,9 @@ from golden import MODES, Array, Case, as_float32, model, same_picks, visible_en
 from replay import cache_array
 
 from deepinfer_jax import forward
+from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.kernels.weights import Fp4Weight, Fp8Rows, Fp8Weight
-from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.embedding import embed_tokens, merge_images
 
 LOW = [
@@ -204,7 +204,7 @@ def test_an_unquantised_checkpoint_gives_the_same_logits_in_bf16() -> None:
     for folder in ("A_s28", "A_s28/bf16"):
         config, params = model(folder, "bf16")
         logits.append(forward(params, config, tokens, precision="bf16").logits)
-    assert np.array_equal(*logits)
+    assert worst(*logits) == 0
 
 
 @pytest.mark.parametrize("precision", MODES)
@@ -212,6 +212,7 @@ def test_image_rows_are_merged_exactly_in_every_precision(precision: str) -> Non
     case = Case("A_s28", "img", MODES[precision])
     config, params = model("A_s28", precision)
     arith = arithmetic(config, precision)
+    assert params.vision is not None
     embedded = embed_tokens(jnp.array(case.tokens[:, : case.prefill_length]), params, arith)
     merged = merge_images(embedded, jnp.array(case.token_types), case.image_embeds, params.vision, arith)
     assert np.array_equal(as_float32(merged), case.get("embed"))
