@@ -10,6 +10,7 @@ from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits
 from deepinfer_jax.engine.environ import enable_compilation_cache
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.tokenization import get_hf_tokenizer
@@ -49,10 +50,11 @@ def load_parts(args: EngineArgs) -> EngineParts:
         params = init_params(config, jax.random.key(args.seed), precision=args.precision)
     else:
         params = load_params(args.model, config, precision=args.precision)
+    kernels = KernelChoice.for_devices(jax.local_devices()[:1])
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=config.text.vocab_size,
         image_token_id=config.image_token_id,
         limits=limits,
-        runner=Runner(TextModel(config, args.precision, limits.max_model_len), params),
+        runner=Runner(TextModel(config, args.precision, limits.max_model_len, kernels), params),
     )

@@ -7,6 +7,7 @@ from jax import Array
 
 from deepinfer_jax.cache import Cache, init_cache, reset_rows
 from deepinfer_jax.config import ModelConfig, Precision
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.forward import compute_logits, forward
 from deepinfer_jax.params import Params
 
@@ -34,11 +35,12 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True)
 class TextModel:
-    """DeepSeek-V4.1's text model on a dense cache of `max_length` positions per row."""
+    """DeepSeek-V4.1's text model on a dense cache of `max_length` positions per row, with `kernels`."""
 
     config: ModelConfig
     precision: Precision
     max_length: int
+    kernels: KernelChoice
 
     def init_cache(self, rows: int) -> Cache:
         return init_cache(self.config, rows, self.max_length, precision=self.precision)
@@ -54,6 +56,7 @@ class TextModel:
             lengths=lengths,
             precision=self.precision,
             return_logits=False,
+            kernels=self.kernels,
         )
         assert output.cache is not None  # one was given
         return output.hidden, output.cache
