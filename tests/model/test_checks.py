@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_refused(options: dict[str, Any], sentence: str) -> None:
-    arguments = {"params": small_params(EXACT), "tokens": TOKENS, "precision": EXACT} | options
+    arguments: dict[str, Any] = {"params": small_params(EXACT), "tokens": TOKENS, "precision": EXACT} | options
     with pytest.raises(ValueError, match=sentence):
         forward(config=small_config(), **arguments)
 

@@ -121,7 +121,7 @@ def assert_same_cache(found: Cache, wanted: Cache, config: ModelConfig) -> None:
     for source, layer in enumerate(config.text.kv_source_layer_ids):
         ratio = config.text.compress_ratios[layer]
         used = np.arange(wanted.index_keys[source].shape[1]) < (lengths // ratio)[:, None]
-        compare(f"entries[{source}]", *(as_array(cache.entries[source]) for cache in (found, wanted)), used)
+        compare(f"entries[{source}]", as_array(found.entries[source]), as_array(wanted.entries[source]), used)
         compare(f"index_keys[{source}]", found.index_keys[source], wanted.index_keys[source], used)
         mine, theirs = found.open_groups[source], wanted.open_groups[source]
         if mine is not None and theirs is not None:
