@@ -12,7 +12,7 @@ from jax import lax
 from deepinfer_jax.kernels.dot import batched_matmul, matmul
 from deepinfer_jax.kernels.experts.plan import plan_tiles
 from deepinfer_jax.kernels.formats import fake_quant_fp8
-from deepinfer_jax.kernels.quantized_linear import dequantize
+from deepinfer_jax.kernels.quantized_linear import dequantize, product
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.weights import Weight
 
@@ -174,12 +174,11 @@ def _expert(
 ) -> Array:
     """One expert on some rows. x: [rows, hidden], expert: int32 scalar, weight: float32 [rows]."""
 
-    def matrix(stacked: Weight) -> Array:
-        one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stacked)
-        return dequantize(one, x.dtype)
+    def matrix(stacked: Weight) -> Weight:
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stacked)
 
-    gate, up = round_to(matmul(x, matrix(w1)), x.dtype), round_to(matmul(x, matrix(w3)), x.dtype)
+    gate, up = round_to(product(x, matrix(w1)), x.dtype), round_to(product(x, matrix(w3)), x.dtype)
     z = swiglu(gate, up, weight, limit)
     if quantize_input:
         z = fake_quant_fp8(z)
-    return round_to(matmul(z, matrix(w2)), x.dtype)
+    return round_to(product(z, matrix(w2)), x.dtype)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dot import matmul
@@ -43,4 +44,23 @@ def linear(x: Array, weight: Weight, *, quantize_input: bool = False) -> Array:
     """
     if quantize_input:
         x = fake_quant_fp8(x)
-    return round_to(matmul(x, dequantize(weight, x.dtype)), x.dtype)
+    return round_to(product(x, weight), x.dtype)
+
+
+def product(x: Array, weight: Weight) -> Array:
+    """x Wᵀ in float32, activations as they are. x: [..., in], weight: [out, in] -> float32 [..., out].
+
+    A stored weight is decoded to the type that the product wants: bfloat16 for matrix units, float32 on a CPU, which
+    would only widen it again (`dot`). Both are exact.
+    """
+    if isinstance(weight, jax.Array) or x.dtype == jnp.float32:
+        return matmul(x, dequantize(weight, x.dtype))
+
+    def narrow(x: Array, weight: Weight) -> Array:
+        return matmul(x, dequantize(weight, x.dtype))
+
+    def wide(x: Array, weight: Weight) -> Array:
+        return matmul(x.astype(jnp.float32), dequantize(weight, jnp.float32))
+
+    result: Array = lax.platform_dependent(x, weight, cpu=wide, default=narrow)
+    return result
