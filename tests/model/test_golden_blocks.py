@@ -16,8 +16,6 @@ from replay import cache_array
 
 from deepinfer_jax import forward
 from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.kernels.quantized_linear import dequantize
-from deepinfer_jax.kernels.weights import Fp4Weight, Fp8Rows, Fp8Weight
 from deepinfer_jax.model.embedding import embed_tokens, merge_images
 
 LOW = [
@@ -187,16 +185,11 @@ def test_float32_sublayers_differ_by_summation_order_only(case: Case) -> None:
 
 
 def test_an_unquantised_checkpoint_holds_the_same_numbers() -> None:
-    """A_s28/bf16 is golden A dequantised (README); both are exact, so every matrix is bit-equal."""
-    _, quantised = model("A_s28", "bf16")
-    config, plain = model("A_s28/bf16", "bf16")
-
-    def is_weight(leaf: object) -> bool:
-        return isinstance(leaf, Fp8Weight | Fp4Weight | Fp8Rows)
-
-    both = zip(jax.tree.leaves(quantised, is_leaf=is_weight), jax.tree.leaves(plain, is_leaf=is_weight), strict=True)
-    for mine, theirs in both:
-        assert np.array_equal(as_float32(dequantize(mine, np.float32)), as_float32(dequantize(theirs, np.float32)))
+    """A_s28/bf16 is golden A dequantised (README); both are exact, so every parameter is bit-equal."""
+    _, quantised = model("A_s28", "float32_exact")
+    config, plain = model("A_s28/bf16", "float32_exact")
+    for mine, theirs in zip(jax.tree.leaves(quantised), jax.tree.leaves(plain), strict=True):
+        assert np.array_equal(mine, theirs)
     assert arithmetic(config, "reference") == arithmetic(config, "bf16")  # nothing to quantise activations for
 
 

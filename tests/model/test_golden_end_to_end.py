@@ -17,9 +17,17 @@ EXACT = [Case("A_s28", name, "f32nq") for name in ("short", "long", "inc", "img"
 ROUNDED = [Case("A_s28", "short", "f32"), Case("B_s15", "blong", "f32")]
 CASES = EXACT + ROUNDED
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-decoded_case = pytest.mark.parametrize("case", [case for case in CASES if case.steps], ids=str)
-full_case = pytest.mark.parametrize("case", [case for case in CASES if case.has("L0/out")], ids=str)
+
+def parametrize(cases: list[Case]) -> pytest.MarkDecorator:
+    slow = [pytest.mark.slow]  # B's programs in a second precision
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, marks=slow if c == ROUNDED[1] else [], id=str(c)) for c in cases]
+    )
+
+
+every_case = parametrize(CASES)
+decoded_case = parametrize([case for case in CASES if case.steps])
+full_case = parametrize([case for case in CASES if case.has("L0/out")])
 
 
 def points(case: Case) -> list[int | None]:
