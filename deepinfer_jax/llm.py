@@ -1,7 +1,7 @@
 """`LLM`: a list of prompts in, a list of results out (DB §1.1)."""
 
 import os
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.engine import LLMEngine, own_params
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
 from deepinfer_jax.engine.prompts import length_problem, token_ids
 from deepinfer_jax.engine.sampling_params import SamplingParams
@@ -84,9 +84,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | SequenceOf[str] | None = None,
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        prompt_token_ids: SequenceOf[Any] | None = None,
+        prompts: str | Iterable[str] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        prompt_token_ids: Iterable[Any] | None = None,
         use_tqdm: bool = True,
         multi_modal_data: Any = None,
         *,
@@ -98,7 +98,7 @@ class LLM:
         Arguments:
             prompts: one text or several; each is encoded by the tokenizer, with its special tokens.
             sampling_params: one object for all prompts, or one per prompt. Each request works on a copy, and
-                draws a seed of its own if the object has none.
+                draws a seed of its own if the object has none. A field that was set to a bad value is an error.
             prompt_token_ids: one list of ids per prompt; wins over `prompts`.
             use_tqdm: shows a progress bar.
             multi_modal_data: None, or None for every prompt: the engine of this version takes text.
@@ -111,26 +111,28 @@ class LLM:
         went wrong for a prompt is in `last_errors` in both cases.
 
         Raises ValueError if both prompt arguments are missing or differ in length, or if the list of sampling
-        parameters has another length; before anything runs.
+        parameters has another length; TypeError for what is no list; before anything runs.
         """
         if on_invalid not in ("raise", "report"):
             raise ValueError(f'on_invalid must be "raise" or "report", got {on_invalid!r}')
         if isinstance(prompts, str):
             prompts = [prompts]
             multi_modal_data = None if multi_modal_data is None else [multi_modal_data]
-        count = _count_prompts(prompts, prompt_token_ids)
-        if multi_modal_data is not None and any(data is not None for data in multi_modal_data):
+        sources = _sources(prompts, prompt_token_ids)
+        if multi_modal_data is not None and any(
+            data is not None for data in _listed("multi_modal_data", multi_modal_data)
+        ):
             raise ValueError(
                 "multi_modal_data: the engine of this version takes text; use forward(..., image_embeds=...)"
             )
-        params = _params_per_prompt(sampling_params, count)
+        params = _params_per_prompt(sampling_params, len(sources))
         if self.llm_engine.has_unfinished_requests():
             raise ValueError(
                 "the engine has unfinished requests of add_request(); step() or abort them before generate()"
             )
 
-        sources: SequenceOf[Any] = prompts if prompt_token_ids is None else prompt_token_ids  # type: ignore[assignment]
-        checked = [self._check(source, own) for source, own in zip(sources, params, strict=True)]
+        is_text = prompt_token_ids is None
+        checked = [self._check(source, is_text, own) for source, own in zip(sources, params, strict=True)]
         problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
         if problems and on_invalid == "raise":
             raise ValueError(next(iter(problems.values())))
@@ -144,15 +146,23 @@ class LLM:
         decode = self.get_tokenizer().decode
         return [decode(answer_ids(outputs, strip_eos=strip_eos)) for outputs in results]
 
-    def _check(self, source: Any, params: SamplingParams) -> _Checked:
+    def _check(self, source: Any, is_text: bool, params: SamplingParams) -> _Checked:
         ids = np.empty(0, np.int64)
         try:
-            ids = token_ids(self.get_tokenizer().encode(source) if isinstance(source, str) else source)
+            ids = token_ids(self._encode(source) if is_text else source)
             problem = self.llm_engine.request_problem(ids, params)
             problem = problem or length_problem(len(ids), self.llm_engine.limits.max_model_len)
         except ValueError as error:
             problem = str(error)
         return _Checked(params, ids, problem)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            raise ValueError(f"a prompt must be a string, got {type(prompt).__name__}; pass ids as prompt_token_ids")
+        ids: list[int] = self.get_tokenizer().encode(prompt)
+        if prompt and not ids:
+            raise ValueError(f"the tokenizer has no tokens for the prompt {prompt[:40]!r}; nothing of it is left")
+        return ids
 
     def _run(self, checked: list[_Checked], use_tqdm: bool) -> list[list[RequestOutput]]:
         """Runs the prompts without a problem; the others get their one output."""
@@ -183,31 +193,44 @@ class LLM:
             raise
 
 
-def _count_prompts(prompts: SequenceOf[str] | None, prompt_token_ids: SequenceOf[Any] | None) -> int:
+def _sources(prompts: Iterable[str] | None, prompt_token_ids: Iterable[Any] | None) -> list[Any]:
+    """What is run: the token ids if there are any, else the texts."""
     if prompts is None and prompt_token_ids is None:
         raise ValueError("Either prompts or prompt_token_ids must be provided.")
-    if prompts is not None and any(not isinstance(prompt, str) for prompt in prompts):
-        raise ValueError("prompts must be strings; pass token ids as prompt_token_ids")
-    if prompt_token_ids is not None and len(prompt_token_ids) and np.ndim(prompt_token_ids[0]) == 0:
+    texts = None if prompts is None else _listed("prompts", prompts)
+    if prompt_token_ids is None:
+        return texts or []
+    ids = _listed("prompt_token_ids", prompt_token_ids)
+    if ids and all(isinstance(entry, int | np.integer) or getattr(entry, "shape", None) == () for entry in ids):
         raise ValueError("prompt_token_ids must hold one list of ids per prompt; wrap a single one: [[...]]")
-    if prompts is not None and prompt_token_ids is not None and len(prompts) != len(prompt_token_ids):
-        raise ValueError(
-            f"prompts and prompt_token_ids must have the same length, got {len(prompts)} and {len(prompt_token_ids)}"
-        )
-    return len(prompts if prompt_token_ids is None else prompt_token_ids)  # type: ignore[arg-type]
+    if texts is not None and len(texts) != len(ids):
+        raise ValueError(f"prompts and prompt_token_ids must have the same length, got {len(texts)} and {len(ids)}")
+    return ids
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a list with one entry per prompt, got {type(values).__name__}") from None
 
 
 def _params_per_prompt(
-    sampling_params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+    sampling_params: SamplingParams | Iterable[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
+    """Checked copies: what a prompt is refused for must not depend on the prompts before it."""
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * count  # the engine copies
-    if len(sampling_params) != count:
+        return [own_params(sampling_params)] * count
+    given = _listed("sampling_params", sampling_params)
+    if len(given) != count:
         raise ValueError(
-            f"sampling_params holds {len(sampling_params)} entries for {count} prompts; give one per prompt, or one "
+            f"sampling_params holds {len(given)} entries for {count} prompts; give one per prompt, or one "
             "object for all"
         )
-    return list(sampling_params)
+    for position, one in enumerate(given):
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"sampling_params[{position}] must be SamplingParams, got {one!r}")
+    return [own_params(one) for one in given]
 
 
 def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput:

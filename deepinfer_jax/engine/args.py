@@ -92,14 +92,14 @@ class EngineArgs:
     precision: Precision = "reference"
 
     def __post_init__(self) -> None:
-        self.load_format = self.load_format.lower()
+        self.load_format = str(self.load_format).lower()
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f'load_format must be "auto" or "dummy", got {self.load_format!r}')
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")

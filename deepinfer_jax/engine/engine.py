@@ -1,10 +1,9 @@
 """`LLMEngine`: requests in, one output object per emitted token out (DB §1.4)."""
 
-import copy
+import dataclasses
 import logging
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,13 @@ from deepinfer_jax.scheduler import Scheduler, Sequence, SequenceStatus, StepPla
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclasses.dataclass
 class _Request:
     """What the engine keeps of a request besides its sequence."""
 
     params: SamplingParams
     seed: int
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 class LLMEngine:
@@ -82,9 +81,12 @@ class LLMEngine:
             multi_modal_data: None; this version's engine takes text (`forward` takes image embeddings).
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
-        Raises ValueError for an empty prompt, ids that are no integers, images, or a request id in use.
+        Raises ValueError for an empty prompt, ids that are no integers, images, or a request id in use; TypeError for
+        a request id that is no string.
         """
         self._check_open()
+        if not isinstance(request_id, str):  # abort_request and the outputs name requests by string
+            raise TypeError(f"request_id must be a string, got {request_id!r} of type {type(request_id).__name__}")
         if multi_modal_data is not None:
             raise ValueError(
                 f"request {request_id}: the engine of this version takes text; pass multi_modal_data=None, or use "
@@ -92,7 +94,7 @@ class LLMEngine:
             )
         if request_id in self._open_ids:
             raise ValueError(f"request {request_id} is unfinished; give the new request another id")
-        params = _own_params(sampling_params)
+        params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
         try:
             ids = token_ids(prompt_token_ids)
@@ -140,12 +142,13 @@ class LLMEngine:
         outputs = [self._output_without_token(sequence) for sequence in plan.ignored]
         if plan.sequences:
             try:
-                result = self._run(plan)
+                outputs += self._book(plan, self._run(plan))
             except BaseException:
                 # The cache was handed to the step and is gone, and with it the state of all that run.
-                self.abort_request([s.request_id for s in self._scheduler.running])
+                self._scheduler.abort({s.request_id for s in self._scheduler.running})
+                for sequence in plan.sequences:
+                    self._forget(sequence)
                 raise
-            outputs += self._book(plan, result)
         return outputs
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
@@ -291,12 +294,14 @@ class LLMEngine:
         )
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._requests[sequence.seq_id]
+        self._requests.pop(sequence.seq_id, None)  # a failed step may have got as far as forgetting it
         self._open_ids.discard(sequence.request_id)
 
 
-def _own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
-    """A private copy, so that neither side sees the other's later changes."""
+def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
+    """A private copy, so that neither side sees the other's later changes; checked, as fields may be set afterwards."""
     if isinstance(sampling_params, SamplingParams):
-        return copy.deepcopy(sampling_params)
+        return dataclasses.replace(sampling_params)
+    if sampling_params is not None and not isinstance(sampling_params, dict):
+        raise TypeError(f"sampling_params must be SamplingParams or a dict of its fields, got {sampling_params!r}")
     return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})

@@ -1,13 +1,15 @@
 """How one request samples and when it stops (DB §1.5)."""
 
-import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE
 
 _MAX_INT32 = 2**31 - 1
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_TOP_LOGPROBS = 1000
 
 
@@ -48,12 +50,11 @@ class SamplingParams:
     so_args: Any = None
     golden_token_ids: list[int] | None = None
     seq_seed: int | None = None
-    greedy: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.temperature = _number("temperature", self.temperature)
-        if not 0 <= self.temperature < math.inf:  # NaN fails too
-            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if not 0 <= self.temperature <= _MAX_FLOAT32:  # NaN fails too
+            raise ValueError(f"temperature must be a finite float32 number >= 0, got {self.temperature}")
         self.top_p = _number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
@@ -70,13 +71,17 @@ class SamplingParams:
         if self.so_args is not None:
             raise ValueError("so_args: structured output is not part of this version; leave it None")
         if self.golden_token_ids is not None:
-            self.golden_token_ids = [_integer("golden_token_ids", token) for token in self.golden_token_ids]
+            self.golden_token_ids = _forced_ids(self.golden_token_ids)
         if self.seq_seed is not None:
             self.seq_seed = _integer("seq_seed", self.seq_seed) & (2**64 - 1)
 
-        self.greedy = self.temperature < GREEDY_TEMPERATURE
-        if self.greedy:
+        if self.temperature < GREEDY_TEMPERATURE:
             self.temperature, self.top_p, self.top_k = GREEDY_TEMPERATURE, 1.0, -1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the token is the exact argmax. Read off the fields, so that `dataclasses.replace` keeps it."""
+        return (self.temperature, self.top_p, self.top_k) == (GREEDY_TEMPERATURE, 1.0, -1)
 
     def forced_token(self, output_index: int) -> int:
         """The id that output `output_index` is forced to, -1 if it is free."""
@@ -96,5 +101,18 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, got {value!r} of type str")
     try:
         return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}") from None
+
+
+def _forced_ids(tokens: Any) -> list[int]:
+    try:
+        ids = [_integer("golden_token_ids", token) for token in tokens]
+    except TypeError as error:
+        raise TypeError(f"golden_token_ids must be a list of integers: {error}") from None
+    for index, token in enumerate(ids):
+        if not -1 <= token <= _MAX_INT32:
+            raise ValueError(f"golden_token_ids[{index}] is {token}; give a token id, or -1 to leave that output free")
+    return ids

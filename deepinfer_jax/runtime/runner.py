@@ -120,7 +120,7 @@ class Runner:
 
     def _grow(self, rows: int) -> None:
         """Moves the rows in use to a larger cache."""
-        old, self._rows = self._cache, rows
         self._cache = jax.tree.map(
-            lambda new, kept: new.at[: kept.shape[0]].set(kept), self._model.init_cache(rows), old
+            lambda new, kept: new.at[: kept.shape[0]].set(kept), self._model.init_cache(rows), self._cache
         )
+        self._rows = rows

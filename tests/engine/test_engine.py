@@ -1,6 +1,7 @@
 """`LLMEngine` over a toy model whose every token depends on the whole history: results, independence, refusals."""
 
 import logging
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -248,6 +249,10 @@ def test_other_requests_that_cannot_be_are_refused() -> None:
     engine = make_engine()
     with pytest.raises(ValueError, match="takes text"):
         engine.add_request("u", "r", SamplingParams(), [5], {"image_bytes": [b""], "image_sizes": [(1, 1)]})
+    with pytest.raises(TypeError, match="request_id must be a string, got 7"):
+        engine.add_request("u", 7, SamplingParams(), [5])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sampling_params must be"):
+        engine.add_request("u", "r", 7, [5])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_tokns"):
         engine.add_request("u", "r", {"max_tokns": 3}, [5])
     engine.add_request("u", "r", {"max_tokens": 3, "ignore_eos": True, "temperature": None}, [5])
@@ -290,6 +295,29 @@ def test_a_step_that_breaks_ends_what_ran_and_the_engine_goes_on() -> None:
     results = run(engine)
     assert set(results) == {"next"}
     assert tokens(results["next"]) == greedy_twin(TABLE, [8, 9], 3)
+
+
+def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_num_seqs=2)
+    update = engine._scheduler.update
+    params = SamplingParams(temperature=0, max_tokens=1)
+    engine.add_request("u", "ends", params, [5, 6])
+    engine.add_request("u", "goes on", SamplingParams(max_tokens=9), [5, 6])
+
+    def interrupted(*arguments: Any) -> None:
+        update(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._scheduler, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(engine._scheduler, "update", update)
+    assert not engine.has_unfinished_requests()
+    for name in ("ends", "goes on"):
+        engine.add_request("u", name, params, [8, 9])
+    assert {name: tokens(outputs) for name, outputs in run(engine).items()} == dict.fromkeys(
+        ("ends", "goes on"), greedy_twin(TABLE, [8, 9], 1)
+    )
 
 
 def _interrupt(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import EOS, POISON, VOCAB, greedy_twin, make_table
@@ -87,6 +88,9 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([5, VOCAB + 7], "outside the vocabulary"),
     ([VOCAB + 4], "part of an image"),
     ([1.5], "must be integers"),
+    ([[5], [6, 7]], "one list of integers"),
+    ("AB", "one list of integers"),
+    (None, "one list of integers"),
     (list(range(4, 45)), "41 tokens, the limit is 40"),
 ]
 
@@ -104,16 +108,16 @@ def test_report_runs_the_others_and_keeps_every_result_in_its_place() -> None:
     prompts = [[5, 6], *(bad for bad, _ in BAD_PROMPTS), [7]]
     llm = make_llm()
     texts = llm.generate(prompt_token_ids=prompts, sampling_params=GREEDY, on_invalid="report")
-    assert texts == [letters(greedy_twin(TABLE, [5, 6], 5)), "", "", "", "", "", letters(greedy_twin(TABLE, [7], 5))]
-    assert sorted(llm.last_errors) == [1, 2, 3, 4, 5]
+    assert texts == [letters(greedy_twin(TABLE, [5, 6], 5)), *[""] * 8, letters(greedy_twin(TABLE, [7], 5))]
+    assert sorted(llm.last_errors) == [1, 2, 3, 4, 5, 6, 7, 8]
     for position, (_, sentence) in enumerate(BAD_PROMPTS, start=1):
         assert sentence in llm.last_errors[position]
 
     llm.decode_sequence = False
     results: Any = llm.generate(prompt_token_ids=prompts, sampling_params=GREEDY, on_invalid="report")
     reasons = [outputs[-1].finish_reason for outputs in results]
-    assert reasons == ["length", *["invalid_prompt"] * 4, "prompt_length_exceeded", "length"]
-    assert all(len(outputs) == 1 and outputs[0].message for outputs in results[1:6])
+    assert reasons == ["length", *["invalid_prompt"] * 7, "prompt_length_exceeded", "length"]
+    assert all(len(outputs) == 1 and outputs[0].message for outputs in results[1:9])
 
     llm.generate(prompt_token_ids=[[5]], sampling_params=GREEDY)
     assert llm.last_errors == {}
@@ -124,6 +128,40 @@ def test_text_that_the_tokenizer_refuses_is_an_invalid_prompt() -> None:
     with pytest.raises(ValueError, match="prompt 1: '!' is not in this alphabet"):
         llm.generate(["AB", "A!"])
     assert llm.generate(["A!", "AB"], GREEDY, on_invalid="report")[0] == ""
+
+
+def test_a_prompt_that_is_no_text_is_an_invalid_prompt() -> None:
+    llm = make_llm()
+    texts = llm.generate([None, "AB"], GREEDY, on_invalid="report")  # type: ignore[list-item]
+    assert texts == ["", letters(greedy_twin(TABLE, [17, 18], 5))]
+    assert "must be a string, got NoneType" in llm.last_errors[0]
+
+
+def test_text_that_has_no_tokens_is_told_from_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    monkeypatch.setattr(llm.get_tokenizer(), "encode", lambda _: [])
+    with pytest.raises(ValueError, match="prompt 0: the tokenizer has no tokens for the prompt 'AB'"):
+        llm.generate("AB")
+    with pytest.raises(ValueError, match="prompt 0: prompt must not be empty"):
+        llm.generate("")
+
+
+def test_prompts_ids_and_parameters_may_be_any_iterable() -> None:
+    llm, expected = make_llm(), make_llm().generate(["AB", "CD"], GREEDY)
+    assert llm.generate((p for p in ("AB", "CD")), (GREEDY for _ in range(2))) == expected
+    assert llm.generate(prompt_token_ids=iter([(17, 18), jnp.array([19, 20])]), sampling_params=GREEDY) == expected
+    assert llm.generate(prompt_token_ids=jnp.array([[17, 18], [19, 20]]), sampling_params=GREEDY) == expected
+
+
+def test_a_field_set_after_construction_is_checked_like_an_argument() -> None:
+    llm, params = make_llm(), SamplingParams(max_tokens=5)
+    params.temperature = 0
+    assert llm.generate("AB", params) == [letters(greedy_twin(TABLE, [17, 18], 5))]
+    assert params.temperature == 0  # the caller's object is not changed
+    params.temperature = float("nan")
+    with pytest.raises(ValueError, match="temperature must be"):
+        llm.generate(["AB", "CD"], [GREEDY, params])
+    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_a_request_that_fails_while_it_runs_is_reported() -> None:
@@ -137,8 +175,15 @@ def test_wrong_calls_are_refused_with_a_sentence() -> None:
     llm = make_llm()
     with pytest.raises(ValueError, match="wrap a single one"):
         llm.generate(prompt_token_ids=[5, 6])
-    with pytest.raises(ValueError, match="prompts must be strings"):
+    with pytest.raises(ValueError, match="prompt 0: a prompt must be a string, got list"):
         llm.generate([[5, 6]])  # type: ignore[list-item]
+    for wrong, sentence in [
+        ({}, "0 entries"),
+        ([GREEDY, None], r"sampling_params\[1\]"),
+        (5, "sampling_params must be"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            llm.generate(["AB", "CD"], wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes text"):
         llm.generate(["AB"], multi_modal_data=[{"image_bytes": [b"x"]}])
     assert llm.generate("AB", GREEDY, multi_modal_data=None) == llm.generate(["AB"], GREEDY, multi_modal_data=[None])

@@ -1,5 +1,9 @@
 """`SamplingParams`: DeepInfer's defaults and limits, and a sentence for everything else."""
 
+import copy
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 
@@ -22,7 +26,19 @@ def test_a_tiny_temperature_is_greedy_and_switches_the_filters_off(temperature: 
 
 
 def test_the_smallest_sampling_temperature_samples() -> None:
-    assert not SamplingParams(temperature=1e-5).greedy
+    assert not SamplingParams(temperature=1.01e-5).greedy
+    assert not SamplingParams(temperature=1e-5, top_p=0.5).greedy
+
+
+def test_a_copy_with_changes_stays_greedy_unless_its_temperature_changes() -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    for copied in (
+        dataclasses.replace(params, max_tokens=5),
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+    ):
+        assert copied.greedy
+    assert not dataclasses.replace(params, temperature=0.5).greedy
 
 
 def test_values_at_the_limits_are_taken() -> None:
@@ -37,6 +53,8 @@ def test_values_at_the_limits_are_taken() -> None:
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", -0.1),
+        ("temperature", 1e39),  # float32 infinity on the device: every logit would become 0 or NaN
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", float("nan")),
@@ -48,6 +66,8 @@ def test_values_at_the_limits_are_taken() -> None:
         ("top_logprobs", -1),
         ("top_logprobs", 1001),
         ("so_args", {"json": {}}),
+        ("golden_token_ids", [5, -2]),
+        ("golden_token_ids", [2**70]),
     ],
 )
 def test_values_beyond_the_limits_are_refused_by_name(field: str, value: object) -> None:
