@@ -111,3 +111,17 @@ def test_caches_hold_the_golden_contents_and_nothing_else(case: Case) -> None:
                     assert worst(found[:, : wanted.shape[1]], wanted) < STREAM_TOLERANCE, (place, layer, key)
                     assert not found[:, wanted.shape[1] :].any(), (place, layer, key)
     assert (np.asarray(run.at_end.lengths) == case.tokens.shape[1]).all()
+
+
+@pytest.mark.parametrize("mode", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_the_first_layer_is_bit_identical_in_the_low_precisions(mode: str) -> None:
+    """The whole program rounds where the reference does; later layers amplify the first flip.
+
+    Measured on A short: fp8 has no flip in three layers and 0.02 % in the fourth's streams, bf16 0.02 % in the first's.
+    Without `round_to`, XLA's fusions leave out roundings and 40 % of the elements differ at once.
+    """
+    case = Case("A_s28", "short", mode)
+    run = replay(case)
+    for key in ("attn_in", "attn_out", "ffn_out", "out"):
+        assert (run.get(f"L0/{key}") != case.get(f"L0/{key}")).mean() < 1e-3, key
+    assert np.array_equal(run.get("L0/router_idx"), case.get("L0/router_idx"))
