@@ -73,6 +73,12 @@ def _spans(tokenizer: Any) -> str | None:
                 f"{name!r} would be appended with id {len(tokenizer) + appended}, expected id {SPAN_TOKENS[name]}: the "
                 f"tokenizer has {len(tokenizer)} entries, expected {RELEASED_VOCAB_SIZE + len(present)}"
             )
+    if len(tokenizer) != RELEASED_VOCAB_SIZE + len(present):
+        last = max(vocabulary, key=vocabulary.__getitem__)
+        return (
+            f"{last!r} has id {vocabulary[last]}, beyond the last span token's {_LAST_SPAN_ID}: the tokenizer has "
+            f"{len(tokenizer)} entries, expected {RELEASED_VOCAB_SIZE + len(present)}"
+        )
     return None
 
 

@@ -130,6 +130,16 @@ def test_one_token_too_many_is_refused_and_left_unchanged(edited_dir):
     assert state(loaded) == before
 
 
+def test_one_token_too_many_behind_all_spans_is_refused(edited_dir):
+    def complete_and_one_more(document):
+        first = document["added_tokens"][0]
+        names = [*SPANS, "<one too many>"]
+        document["added_tokens"] += [{**first, "id": 129_280 + i, "content": name} for i, name in enumerate(names)]
+
+    with pytest.raises(ValueError, match=r"'<one too many>' has id 129301.*has 129302 entries, expected 129301"):
+        get_hf_tokenizer(edited_dir(tokenizer=complete_and_one_more))
+
+
 class Stubborn(PreTrainedTokenizerFast):
     """Satisfies every rule and ignores the repair: only the last check can see it."""
 
