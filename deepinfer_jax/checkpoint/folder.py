@@ -96,7 +96,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """`weight_map` of an index: released tensor name -> shard file name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad UTF-8 and bad JSON are both ValueErrors
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON; JSON nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

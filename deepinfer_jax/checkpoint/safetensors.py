@@ -7,6 +7,7 @@ bytes. The safetensors library cannot hand F8_E4M3, F8_E8M0 and BF16 to NumPy; h
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Safetensors dtype names and their NumPy types."""
 
 MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64  # NumPy has no more
+_MAX_SIZE = 2**63 - 1  # what NumPy can hold, also beside a zero
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raw = file.read(length)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except ValueError as error:  # bad UTF-8 and bad JSON are both ValueErrors
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON; JSON nested without end
         raise ValueError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the header is a JSON {type(header).__name__}, expected an object")
@@ -92,8 +95,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]  # linear: a header may hold millions
         raise ValueError(f"the key {twice!r} occurs twice")
     return result
 
@@ -102,14 +104,18 @@ def _entry(path: Path, name: str, claim: Any, start: int, size: int) -> TensorEn
     """One checked header entry; `start` is where the tensors begin and `size` the size of the file."""
     where = f"{path}: tensor {name!r}"
     if not isinstance(claim, dict) or not {"dtype", "shape", "data_offsets"} <= claim.keys():
-        raise ValueError(f"{where}: the header entry needs dtype, shape and data_offsets, found {claim!r}")
+        raise ValueError(f"{where}: the header entry needs dtype, shape and data_offsets, found {_shown(claim)}")
     dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"{where}: shape {shape!r} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise ValueError(f"{where}: data_offsets {offsets!r} is not a pair of integers")
+        raise ValueError(f"{where}: unknown dtype {_shown(dtype)}; known are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(_is_size(n) for n in shape):
+        raise ValueError(f"{where}: shape {_shown(shape)} is not a list of at most {_MAX_DIMENSIONS} sizes")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(type(n) is int and abs(n) <= _MAX_SIZE for n in offsets)
+    ):
+        raise ValueError(f"{where}: data_offsets {_shown(offsets)} is not a pair of integers")
     begin, end = offsets
     if not 0 <= begin <= end <= size - start:
         raise ValueError(
@@ -120,6 +126,16 @@ def _entry(path: Path, name: str, claim: Any, start: int, size: int) -> TensorEn
     if end - begin != expected:
         raise ValueError(f"{where}: {dtype} of shape {shape} takes {expected} bytes, the header gives it {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), start + begin, start + end)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+def _shown(value: Any) -> str:
+    """What a header claims, cut: it may be a hundred megabytes."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
 
 
 def _refuse_overlaps(path: Path, entries: Iterable[TensorEntry]) -> None:

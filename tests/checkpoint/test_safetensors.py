@@ -7,6 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
@@ -94,6 +96,10 @@ LIES = {
     "bad UTF-8": (b'{"\xff": 1}', "not valid JSON"),
     "a list": (b"[]", "expected an object"),
     "a key twice": (b'{"w": 1, "w": 2}', "'w' occurs twice"),
+    "nested without end": (b"[" * 100_000, "not valid JSON"),
+    "65 dimensions": ({"w": claim(shape=[1] * 63 + [2, 1])}, "'w': shape"),
+    "no size": ({"w": claim(shape=[0, 2**64], offsets=[0, 0])}, "'w': shape"),
+    "no offset": ({"w": claim(offsets=[0, 10**4000])}, "'w': data_offsets"),
     "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, "'w': the header entry needs"),
     "unknown dtype": ({"w": claim(dtype="F4")}, "'w': unknown dtype 'F4'"),
     "dtype no text": ({"w": claim(dtype=[])}, "'w': unknown dtype"),
@@ -116,6 +122,42 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         SafetensorsFile(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_key_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
+    keys = ",".join(f'"{number}":1' for number in [*range(200_000), 199_999])
+    path = write_raw(tmp_path / "lie.safetensors", ("{" + keys + "}").encode())
+    with pytest.raises(ValueError, match="'199999' occurs twice"):  # quadratic search would take hours
+        SafetensorsFile(path)
+
+
+def test_a_refusal_does_not_repeat_a_huge_claim(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "lie.safetensors", {"w": claim(dtype="F" * 10**6)})
+    with pytest.raises(ValueError, match="unknown dtype") as caught:
+        SafetensorsFile(path)
+    assert len(str(caught.value)) < 1000
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "t.safetensors"
+    write_safetensors(path, TENSORS, [random_bytes(spec) for spec in TENSORS])
+    whole = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        # The header's length, the header, its end: not the tensors, whose bytes are all valid.
+        at = data.draw(st.integers(0, 8 + int.from_bytes(whole[:2], "little")))
+        whole[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from([b"", b"9", b"-", b"[", b'"', b"\xff"])
+        )
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
+    try:
+        file = SafetensorsFile(path)
+    except ValueError as error:
+        assert str(path) in str(error)
+    else:
+        for name, entry in file.entries.items():
+            assert file.view(name).nbytes == entry.end - entry.begin
 
 
 @pytest.mark.parametrize("length", [0, 17, MAX_HEADER_BYTES + 1, 2**63])
