@@ -65,7 +65,7 @@ def index_scores(
 def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int) -> jax.Array:
     """Applies a row-wise function over tiles of the time axis so that temporaries stay bounded."""
     time = rows[0].shape[1]
-    size = max(1, min(time, _TILE_BYTES // bytes_per_row))
+    size = min(time, max(1, _TILE_BYTES // max(1, bytes_per_row)))  # no entry can exist yet: no bytes
     if size == time:
         return function(*rows)
     tiles = math.ceil(time / size)
