@@ -16,14 +16,19 @@ from deepinfer_jax.params import Experts, MoE
 from deepinfer_jax.sharding import EXPERT
 
 _RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
+_DEEP = -80.0  # below it log1p(e^g) is e^g in float32, and e^g is close to the smallest normal number
 
 
 def expert_scores(x: jax.Array, params: MoE) -> jax.Array:
     """sqrt(softplus(g)) of every expert, fp32. [batch, time, hidden] -> float32 [batch, time, experts]."""
     logits = matmul(x.astype(jnp.float32), params.gate.astype(jnp.float32))
-    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
-    # The inner where keeps the gradient finite where softplus underflows to 0.
-    return jnp.where(softplus > 0, jnp.sqrt(jnp.where(softplus > 0, softplus, 1)), 0)
+    # The inner wheres keep the branch that is not taken, and with it every gradient, finite.
+    moderate = (logits > _DEEP) & (logits <= 20)
+    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.where(moderate, logits, 0))))
+    # From −87 on float32 loses softplus(g) = e^g (XLA:CPU flushes it to 0), but not its root: such experts stay
+    # ordered.
+    deep = jnp.exp(0.5 * jnp.where(logits > _DEEP, _DEEP, logits))
+    return jnp.where(logits > _DEEP, jnp.sqrt(softplus), deep)
 
 
 def select_experts(scores: jax.Array, params: MoE, image_mask: jax.Array | None, k: int) -> jax.Array:

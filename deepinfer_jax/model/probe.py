@@ -102,6 +102,8 @@ class Probe:
         """
         if name in self._edits:
             edited = self._edits[name](value)
+            if not hasattr(edited, "shape"):
+                raise ValueError(f"the edit of {name!r} returned {type(edited).__name__}; it must return an array")
             if edited.shape != value.shape or edited.dtype != value.dtype:
                 raise ValueError(
                     f"the edit of {name!r} returned {edited.dtype}{list(edited.shape)}; "

@@ -32,16 +32,19 @@ class Rotation:
 @functools.cache
 def frequencies(text: TextConfig, compressed: bool) -> npt.NDArray[np.float32]:
     """f_i of a layer kind, float32 [rope_dim / 2]: plain θ at ratio 0, base `compress_rope_theta` with YaRN
-    above (T12); amplitudes are never scaled."""
+    above (T12); amplitudes are never scaled.
+
+    The reference works in float32 from the power on (its window keys in the golden data tell θ^(2i/d), rounded and
+    inverted, from θ^(−2i/d)): one unit in the last place of f_i is 0.03 rad at position 2²⁰.
+    """
     dim = text.qk_rope_head_dim
     i = np.arange(dim // 2)
-    if not compressed:
-        return (text.rope_theta ** (-2 * i / dim)).astype(np.float32)
-    base = text.compress_rope_theta
-    plain = base ** (-2 * i / dim)
-    scaling = text.rope_scaling
+    base = text.compress_rope_theta if compressed else text.rope_theta
+    # float64 before the rounding: a float32 power differs from one CPU to the next.
+    plain: npt.NDArray[np.float32] = np.reciprocal((base ** (2 * i / dim)).astype(np.float32))
+    scaling = text.rope_scaling if compressed else None
     if scaling is None:
-        return plain.astype(np.float32)
+        return plain
 
     def correction_dim(rotations: float) -> float:
         original = scaling.original_max_position_embeddings
@@ -49,8 +52,8 @@ def frequencies(text: TextConfig, compressed: bool) -> npt.NDArray[np.float32]:
 
     low = max(math.floor(correction_dim(scaling.beta_fast)), 0)
     high = min(math.ceil(correction_dim(scaling.beta_slow)), dim - 1)
-    ramp = np.clip((i - low) / max(high - low, 0.001), 0, 1)
-    return (plain / scaling.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+    ramp = np.clip((i - low) / max(high - low, 0.001), 0, 1).astype(np.float32)
+    return plain / np.float32(scaling.factor) * ramp + plain * (1 - ramp)
 
 
 def rotation(text: TextConfig, positions: jax.Array, compressed: bool) -> Rotation:
