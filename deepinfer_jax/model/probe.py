@@ -4,8 +4,10 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import layer_plans
@@ -97,19 +99,28 @@ class Probe:
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
         """The tensor to go on with.
 
+        An edit may return any array of the shape, NumPy included; another float or integer type is converted.
+
         Raises:
-            ValueError: an edit changed the shape or the dtype.
+            ValueError: an edit returned something else.
         """
         if name in self._edits:
-            edited = self._edits[name](value)
-            if not hasattr(edited, "shape"):
-                raise ValueError(f"the edit of {name!r} returned {type(edited).__name__}; it must return an array")
-            if edited.shape != value.shape or edited.dtype != value.dtype:
+            result = self._edits[name](value)
+            if not hasattr(result, "shape"):
+                raise ValueError(f"the edit of {name!r} returned {type(result).__name__}; it must return an array")
+            edited = jnp.asarray(result)
+            if edited.shape != value.shape or _kind(edited) != _kind(value):
                 raise ValueError(
                     f"the edit of {name!r} returned {edited.dtype}{list(edited.shape)}; "
                     f"it must keep {value.dtype}{list(value.shape)}"
                 )
-            value = edited
+            value = edited.astype(value.dtype)
         if name in self._captures:
             self.captured[name] = value
         return value
+
+
+def _kind(array: jax.Array) -> Any:
+    """Whether it holds truth values, integers or real numbers."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return next(kind for kind in kinds if jnp.issubdtype(array.dtype, kind))

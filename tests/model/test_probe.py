@@ -110,11 +110,27 @@ def test_a_captured_tensor_put_back_by_an_edit_reproduces_the_run_that_it_came_f
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x[:, :1], lambda x: x.astype(jnp.bfloat16)], ids=["another shape", "another dtype"]
+    "change", [lambda x: x[:, :1], lambda x: x.astype(jnp.int32), lambda x: x > 0], ids=["shape", "integers", "bools"]
 )
-def test_an_edit_must_keep_shape_and_dtype(change: object) -> None:
+def test_an_edit_must_keep_shape_and_kind(change: object) -> None:
     with pytest.raises(ValueError, match=r"the edit of 'embed' returned .*; it must keep float32\[2, 12, 64\]"):
         run(edit={"embed": change})
+
+
+def test_an_edit_may_return_numpy_and_other_float_and_integer_types() -> None:
+    streams, ids = (np.asarray(plain().captured[f"layers.3.{name}"]) for name in ("streams", "moe.expert_ids"))
+    edited = run(
+        edit={
+            "layers.3.streams": lambda _: streams.astype(np.float64),
+            "layers.3.moe.expert_ids": lambda _: ids.astype(np.uint8),
+        }
+    )
+    assert worst(edited.logits, plain().logits) < 1e-5  # another program: fp32 sums in another order
+
+
+def test_an_edit_that_returns_no_array_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the edit of 'embed' returned NoneType; it must return an array"):
+        run(edit={"embed": lambda _: None})
 
 
 def test_without_logits_the_hidden_states_are_the_normed_ones_that_the_head_reads() -> None:
