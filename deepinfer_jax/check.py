@@ -51,7 +51,7 @@ class _Folder:
         path = self.directory / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
             raise ValueError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(config, dict) or not isinstance(config.get("text_config"), dict):
             raise ValueError(f"{path} must be a JSON object with a text_config object")
@@ -112,11 +112,18 @@ def _judge(rule: str, check: Callable[[], str | None]) -> CheckRow:
     """The row of a check that returns a reason, or None when the rule holds, or raises."""
     try:
         reason = check()
-    except KeyError as error:
-        reason = f"config.json lacks {error}"
-    except (OSError, ValueError, TypeError) as error:  # whatever a file of the wrong content leads to
-        reason = str(error)
+    except Exception as error:
+        reason = _as_reason(error)
     return CheckRow(rule, reason is None, " ".join((reason or "").split()))
+
+
+def _as_reason(error: Exception) -> str:
+    """One sentence, whatever a file of the wrong content leads to: a check never raises."""
+    if isinstance(error, KeyError):
+        return f"config.json lacks {error}"
+    if isinstance(error, OSError | ValueError):
+        return " ".join(str(error).split())
+    return f"cannot be judged: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _loads(folder: _Folder) -> None:
@@ -126,8 +133,8 @@ def _loads(folder: _Folder) -> None:
 def _special_token_rows(folder: _Folder) -> Iterator[CheckRow]:
     try:
         policy = release_rules(folder.unrepaired) if folder.compatibility == "release" else []
-    except (OSError, ValueError) as error:
-        yield CheckRow("the tokenizer can be judged", False, str(error))
+    except Exception as error:
+        yield CheckRow("the tokenizer can be judged", False, _as_reason(error))
         return
     if not policy:
         yield CheckRow("span tokens", True, "the native policy asks for none")
@@ -190,6 +197,9 @@ def _engram_rows(folder: _Folder) -> Iterator[CheckRow]:
         text = folder.text
         if not text["engram_layer_ids"]:
             return None
+        least = (text["engram_max_ngram_size"] - 1) * text["engram_n_heads"] * text["engram_vocab_size"]
+        if min(text["engram_num_embeddings"]) < least:  # so that absurd sizes are not worked out
+            return f"the hash addresses at least {least} rows, config.json has {text['engram_num_embeddings']}"
         primes = engram_primes(
             text["engram_layer_ids"],
             text["engram_vocab_size"],
@@ -206,8 +216,8 @@ def _engram_rows(folder: _Folder) -> Iterator[CheckRow]:
 def _schedule_rows(folder: _Folder) -> Iterator[CheckRow]:
     try:
         rules = schedule_violations(folder.text)
-    except (OSError, ValueError) as error:
-        yield CheckRow("the layer schedule can be judged", False, str(error))
+    except Exception as error:
+        yield CheckRow("the layer schedule can be judged", False, _as_reason(error))
         return
     for rule, reason in rules:
         yield CheckRow(rule, reason is None, reason or "")

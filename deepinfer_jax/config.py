@@ -125,6 +125,9 @@ _QUANTIZATION = {
     "expert_dtype": "fp4",
 }
 
+_MAX_SIZE = 2**63  # what an array can be indexed with
+_MAX_NUMBER = 3e38  # float32
+
 # Values that this architecture fixes; another value means another model (DB §13.4, model.md §1.2).
 _TEXT_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -172,6 +175,33 @@ _TEXT_DEFAULTS: dict[str, Any] = {
     "dspark_num_experts_per_tok": 0,
 }
 
+# Sizes that every model has; zero or less would give empty arrays and wrong numbers without an error.
+_TEXT_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "max_position_embeddings",
+    "rope_theta",
+    "compress_rope_theta",
+    "sliding_window",
+    "hc_mult",
+)
+_INDEX_POSITIVE = ("index_n_heads", "index_head_dim", "index_topk")
+_ENGRAM_POSITIVE = ("engram_vocab_size", "engram_head_dim")
+_VISION_POSITIVE = (
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "patch_size",
+    "rope_theta",
+    "downsample_ratio",
+)
+
 _NO_VISION: dict[str, Any] = {
     "num_hidden_layers": 0,
     "hidden_size": 0,
@@ -199,7 +229,7 @@ def load_config(directory: str | Path) -> ModelConfig:
         raise FileNotFoundError(f"{path} does not exist; a model folder needs the checkpoint's config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     try:
         return parse_config(raw)
@@ -227,7 +257,7 @@ def parse_config(raw: object) -> ModelConfig:
             if found != wanted:
                 raise ValueError(f"quantization_config.{key} is {found!r}; this engine reads {wanted!r} only")
     text = _parse_text(_section(raw, "text_config"))
-    vision = _parse_vision({**_NO_VISION, **(raw.get("vision_config") or {})})
+    vision = _parse_vision({**_NO_VISION, **(_section(raw, "vision_config") if raw.get("vision_config") else {})})
     ids = {key: _typed(raw, key, int, "") for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")}
     for key, value in ids.items():
         if not 0 <= value < text.vocab_size:
@@ -267,6 +297,9 @@ def _parse_text(section: dict[str, Any]) -> TextConfig:
     if values["rope_scaling"] is not None:
         values["rope_scaling"] = _parse_rope_scaling(values["rope_scaling"])
     text = TextConfig(**_fields(TextConfig, values, "text_config."))
+    _refuse_not_positive(text, _TEXT_POSITIVE, "text_config.")
+    _refuse_not_positive(text, _INDEX_POSITIVE if text.index_source_layer_ids else (), "text_config.")
+    _refuse_not_positive(text, _ENGRAM_POSITIVE if text.engram_layer_ids else (), "text_config.")
     index_keys = values.get("index_k_source_layer_ids", text.kv_source_layer_ids)
     if tuple(index_keys) != text.kv_source_layer_ids:
         raise ValueError(
@@ -292,12 +325,21 @@ def _parse_rope_scaling(section: Any) -> RopeScaling | None:
 
 def _parse_vision(section: dict[str, Any]) -> VisionConfig:
     vision = VisionConfig(**_fields(VisionConfig, section, "vision_config."))
-    if vision.num_hidden_layers and vision.hidden_size % (4 * vision.num_attention_heads):
+    if not vision.num_hidden_layers:
+        return vision
+    _refuse_not_positive(vision, _VISION_POSITIVE, "vision_config.")
+    if vision.hidden_size % (4 * vision.num_attention_heads):
         raise ValueError(
             f"vision_config.hidden_size {vision.hidden_size} must be a multiple of 4 x num_attention_heads "
             f"{vision.num_attention_heads} (two axes of rotated pairs)"
         )
     return vision
+
+
+def _refuse_not_positive(section: object, keys: tuple[str, ...], prefix: str) -> None:
+    for key in keys:
+        if getattr(section, key) <= 0:
+            raise ValueError(f"{prefix}{key} is {getattr(section, key)}; it must be positive")
 
 
 def _fields(cls: type, values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -316,9 +358,9 @@ def _typed(values: dict[str, Any], key: str, kind: Any, prefix: str) -> Any:
     if key not in values:
         raise ValueError(f"{prefix}{key} is missing")
     value = values[key]
-    if kind is int and isinstance(value, int) and not isinstance(value, bool) and value >= -1:
+    if kind is int and type(value) is int and -1 <= value < _MAX_SIZE:
         return value
-    if kind in (float, (float, type(None))) and isinstance(value, int | float) and not isinstance(value, bool):
+    if kind in (float, (float, type(None))) and type(value) in (int, float) and abs(value) < _MAX_NUMBER:  # not NaN
         return float(value)
     if kind is tuple and isinstance(value, list | tuple) and all(type(item) is int for item in value):
         return tuple(value)

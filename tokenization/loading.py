@@ -93,7 +93,7 @@ def load_unrepaired_tokenizer(tokenizer_dir: str | os.PathLike[str], trust_remot
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory / name} does not exist: a tokenizer needs it as a local file")
     settings = _read_json(directory / "tokenizer_config.json")
-    if "auto_map" in settings:
+    if settings.get("auto_map") is not None:
         tokenizer_class = _auto_map_class(directory, settings["auto_map"], trust_remote_code)
     else:
         # Not AutoTokenizer, not LlamaTokenizerFast: in transformers 5 the latter builds a Llama pipeline instead of
@@ -133,10 +133,14 @@ def _auto_map_class(directory: Path, auto_map: Any, trust_remote_code: bool) -> 
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [str(directory.resolve())]
-    loaded = importlib.import_module(f"{package}.{module}")
-    if not hasattr(loaded, name):
-        raise ValueError(f"{code} defines no {name}, but auto_map in {source} names it")
-    return getattr(loaded, name)
+    try:
+        loaded = importlib.import_module(f"{package}.{module}")
+    except Exception as error:  # whatever the code of the checkpoint does
+        raise ValueError(f"{code} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(loaded, name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"{code} defines no class {name}, but auto_map in {source} names it")
+    return found
 
 
 def _check_text_path(tokenizer: Any, tokenizer_json: Path) -> None:
@@ -157,7 +161,7 @@ def _check_text_path(tokenizer: Any, tokenizer_json: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")

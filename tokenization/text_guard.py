@@ -24,8 +24,13 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
 class TextGuard:
     """Mixin before a Hugging Face tokenizer class: checks every text before the class sees it."""
 
+    _guarded: tuple[type, tuple[str, ...], str | None]  # what `guard_text` extended, and its arguments
     _reserved: re.Pattern[str] | None
     _inserted_bos: str | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle cannot find it by name (and a worker process has not made it).
+        return _new_guarded, self._guarded, self.__dict__
 
     def _check_text(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for text in _strings([*args, *kwargs.values()]):
@@ -68,10 +73,18 @@ def guard_text(tokenizer: Any, *, reserved: Iterable[str] = (), inserted_bos: st
         reserved: names that only the engine may turn into ids.
         inserted_bos: the BOS that `encode` writes before every text; a text that brings its own is warned about.
     """
-    names = [re.escape(name) for name in reserved]
-    tokenizer.__class__ = type(
-        tokenizer.__class__.__name__,
-        (TextGuard, tokenizer.__class__),
-        {"_reserved": re.compile("|".join(names)) if names else None, "_inserted_bos": inserted_bos},
-    )
+    tokenizer.__class__ = _guarded_class(tokenizer.__class__, tuple(reserved), inserted_bos)
     return tokenizer
+
+
+def _guarded_class(base: type, reserved: tuple[str, ...], inserted_bos: str | None) -> Any:
+    pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
+    guarded = (base, reserved, inserted_bos)
+    attributes = {"_guarded": guarded, "_reserved": pattern, "_inserted_bos": inserted_bos}
+    return type(base.__name__, (TextGuard, base), attributes)
+
+
+def _new_guarded(base: type, reserved: tuple[str, ...], inserted_bos: str | None) -> Any:
+    """An empty tokenizer of the guarded class, for pickle to fill."""
+    guarded = _guarded_class(base, reserved, inserted_bos)
+    return guarded.__new__(guarded)

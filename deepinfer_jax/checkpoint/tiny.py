@@ -53,14 +53,16 @@ def make_tiny(
     Args:
         out_dir: folder to write; made if it does not exist.
         config_path: a `config.json`; default: the TINY model of model.md §14.
-        seed: of the weights.
+        seed: of the weights, at least 0.
         shard_bytes: beyond this size the weights are split into shards with an index.
 
     Raises:
         FileExistsError: `out_dir` is not an empty folder.
-        FileNotFoundError, ValueError: no such configuration, one that `load_config` refuses, or one whose weights
-            the disk cannot hold.
+        FileNotFoundError, ValueError: no such configuration, one that `load_config` refuses, one whose weights the
+            disk cannot hold, or a negative seed.
     """
+    if seed < 0:
+        raise ValueError(f"the seed is {seed}; give one of at least 0")
     raw = copy.deepcopy(TINY) if config_path is None else _read_config(Path(config_path))
     parse_config(raw)  # refuse before anything is written
     out = Path(out_dir).absolute()
@@ -97,7 +99,8 @@ def _write_tokenizer(out: Path, raw: dict[str, Any]) -> None:
             text["vocab_size"],
             missing,
         )
-    write_tokenizer(out, text["vocab_size"], special, text["max_position_embeddings"])
+    roles = {role: raw[f"{role}_token_id"] for role in ("bos", "eos", "pad")}
+    write_tokenizer(out, text["vocab_size"], special, roles, text["max_position_embeddings"])
     raw["tokenizer_compatibility"] = "native"
 
 

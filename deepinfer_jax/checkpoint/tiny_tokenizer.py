@@ -42,7 +42,9 @@ def missing_bytes(vocab_size: int, special: Mapping[int, str]) -> int:
     return max(0, _BYTES + len(special) - vocab_size)
 
 
-def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], max_length: int) -> None:
+def write_tokenizer(
+    folder: Path, vocab_size: int, special: Mapping[int, str], roles: Mapping[str, int], max_length: int
+) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` of exactly `vocab_size` entries.
 
     Bytes come first, so that every text has ids, then pieces of English words, then runs of letters. A vocabulary
@@ -51,6 +53,7 @@ def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], m
 
     Args:
         special: id -> name, at least those of `special_token_names`.
+        roles: "bos", "eos" and "pad" -> id, each in `special`; two may share one.
         max_length: `model_max_length` of the tokenizer.
     """
     regular = vocab_size - len(special)
@@ -69,12 +72,12 @@ def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], m
         "added_tokens": [_added_token(token, special[token]) for token in sorted(special)],
         "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": _opening_with("<bos>", vocabulary["<bos>"]),
+        "post_processor": _opening_with(special[roles["bos"]], roles["bos"]),
         "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": "<pad>" if missing_bytes(vocab_size, special) else None,
+            "unk_token": special[roles["pad"]] if missing_bytes(vocab_size, special) else None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,
@@ -86,9 +89,8 @@ def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[int, str], m
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
+        # By id: a second name for one id would be appended beyond the vocabulary.
+        **{f"{role}_token": special[token] for role, token in roles.items()},
         "add_bos_token": True,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,

@@ -1,5 +1,6 @@
 """checkpoint/tiny.py: a checkpoint of the released layout that is real enough to break what uniform noise hides."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -192,4 +193,22 @@ def test_a_model_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5_000_000))
     with pytest.raises(ValueError, match="take 510,286,023,000 bytes, the disk has 5,000,000 free"):
         make_tiny(tmp_path / "out", TESTS / "configs" / "released.json")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("role", "shared"), [("pad", "eos"), ("bos", "eos")])
+def test_two_roles_of_one_id_keep_it(tmp_path: Path, role: str, shared: str) -> None:
+    raw = copy.deepcopy(TINY)
+    raw[f"{role}_token_id"] = raw[f"{shared}_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    make_tiny(tmp_path / "out", tmp_path / "config.json")
+    tokenizer = get_hf_tokenizer(tmp_path / "out")
+    assert len(tokenizer) == raw["text_config"]["vocab_size"]  # no second name was appended
+    for name in ("bos", "eos", "pad"):
+        assert getattr(tokenizer, f"{name}_token_id") == raw[f"{name}_token_id"]
+
+
+def test_a_negative_seed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seed is -1"):
+        make_tiny(tmp_path / "out", seed=-1)
     assert not (tmp_path / "out").exists()

@@ -196,3 +196,31 @@ def test_checking_never_loads_jax():
         "assert 'jax' not in sys.modules, 'jax was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(GOLDEN / "A_s28")], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "top"),
+    [
+        ({}, {"image_token_id": -5}),
+        ({}, {"image_token_id": 2**70}),
+        ({}, {"vision_config": [1]}),
+        ({"engram_n_heads": 10**6}, {}),
+        ({"engram_vocab_size": 2**70}, {}),
+        ({"engram_max_ngram_size": "x"}, {}),
+        ({"engram_num_embeddings": []}, {}),
+        ({"compress_ratios": [[1]]}, {}),
+    ],
+)
+def test_a_damaged_configuration_fails_rules_and_never_the_check(model_dir, text, top):
+    edit_config(model_dir, text, **top)
+    reasons = broken(model_dir)
+    assert reasons
+    assert all(reason and "\n" not in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize("raw", [b"", b"[" * 100_000, b"\xff{", b"null", b"[1]"])
+def test_a_damaged_file_fails_rules_and_never_the_check(model_dir, name, raw, capsys):
+    (model_dir / name).write_bytes(raw)
+    assert run_check(model_dir) == 1
+    assert "FAIL" in capsys.readouterr().out

@@ -1,7 +1,9 @@
 """The three paths of `get_hf_tokenizer`, and that text goes through it exactly as tokenizer.json says."""
 
+import copy
 import json
 import logging
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from deepinfer_jax.tokenization import get_hf_tokenizer
+from deepinfer_jax.tokenization import SPAN_TOKENS, get_hf_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "A_s28"
 BOS = "<｜begin▁of▁sentence｜>"
@@ -230,7 +232,7 @@ def test_auto_map_entries_that_point_elsewhere_are_refused(native_dir, entry):
 def test_auto_map_names_what_is_missing(native_dir):
     with pytest.raises(FileNotFoundError, match=r"absent\.py does not exist"):
         get_hf_tokenizer(with_auto_map(native_dir, ["absent.Custom"]), trust_remote_code=True)
-    with pytest.raises(ValueError, match=r"custom\.py defines no Absent"):
+    with pytest.raises(ValueError, match=r"custom\.py defines no class Absent"):
         get_hf_tokenizer(with_auto_map(native_dir, ["custom.Absent"]), trust_remote_code=True)
 
 
@@ -257,3 +259,35 @@ def test_a_class_that_rebuilds_the_pipeline_is_refused_under_the_release_policy(
     directory = edited_dir(tokenizer_config=lambda document: None)
     with pytest.raises(ValueError, match=r"encodes text differently from tokenizer\.json"):
         get_hf_tokenizer(with_auto_map(directory, ["custom.Custom"], LLAMA), trust_remote_code=True)
+
+
+def test_the_tokenizer_survives_pickle_and_copy_with_its_guard(real_tokenizer):
+    text = "Hello 你好 <｜User｜>"
+    for other in (pickle.loads(pickle.dumps(real_tokenizer)), copy.deepcopy(real_tokenizer)):
+        assert other.encode(text) == real_tokenizer.encode(text)
+        assert (len(other), other.pad_token_id) == (len(real_tokenizer), 2)
+        with pytest.raises(ValueError, match="reserved"):
+            other.encode(next(iter(SPAN_TOKENS)))
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("def (", "cannot be imported: SyntaxError"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("Mine = 5", "defines no class Mine"),
+        ("", "defines no class Mine"),
+    ],
+)
+def test_trusted_code_that_breaks_is_one_sentence(edited_dir, code, sentence):
+    directory = edited_dir(
+        tokenizer_config=lambda settings: settings.update(auto_map={"AutoTokenizer": ["mine.Mine", None]})
+    )
+    (directory / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match=sentence):
+        get_hf_tokenizer(directory, trust_remote_code=True)
+
+
+def test_an_empty_auto_map_asks_for_nothing(edited_dir):
+    directory = edited_dir(tokenizer_config=lambda settings: settings.update(auto_map=None))
+    assert get_hf_tokenizer(directory).encode("") == [0]
