@@ -81,6 +81,11 @@ def _heads(text: Text) -> str | None:
     return f"{heads} heads, {groups} groups" if groups < 1 or heads % groups else None
 
 
+def _sinkhorn(text: Text) -> str | None:
+    rounds = text["hc_sinkhorn_iters"]
+    return f"hc_sinkhorn_iters is {rounds}" if rounds < 1 else None
+
+
 def _rope(text: Text) -> str | None:
     rope, head = text["qk_rope_head_dim"], text["head_dim"]
     widest = min(head, text["index_head_dim"]) if text["index_source_layer_ids"] else head
@@ -105,6 +110,8 @@ def _engram(text: Text) -> str | None:
         return f"{len(ids)} Engram layers and {len(rows)} table sizes"
     if text["engram_max_ngram_size"] < 2 or text["engram_n_heads"] < 1:
         return f"n-grams up to {text['engram_max_ngram_size']} with {text['engram_n_heads']} heads"
+    if not 0 <= text["engram_pad_token_id"] < text["vocab_size"]:
+        return f"engram_pad_token_id is {text['engram_pad_token_id']} with {text['vocab_size']} ids"
     if text["engram_compressed_vocab_size"] < 1:
         return f"engram_compressed_vocab_size is {text['engram_compressed_vocab_size']}"
     return None
@@ -132,9 +139,10 @@ _RULES: tuple[tuple[str, Callable[[Text], str | None]], ...] = (
     ("the candidate source is -1 or a KV source of its users' ratio", _candidate_source),
     ("(candidate_topk_blocks - 1) x candidate_block_size + 1 >= index_topk", _candidate_capacity),
     ("num_attention_heads is a multiple of o_groups", _heads),
+    ("hyper-connections normalise their mix at least once", _sinkhorn),
     ("qk_rope_head_dim is even and fits the attention and index heads", _rope),
     ("experts per token are between 1 and the number of experts", _experts),
-    ("Engram layers are backbone layers with one table size each", _engram),
+    ("Engram layers are backbone layers with one table size each and a padding id", _engram),
     ("draft layers read taps of backbone layers and have a block and a noise id", _drafts),
 )
 

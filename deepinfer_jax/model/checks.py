@@ -33,6 +33,7 @@ def check_inputs(
         ValueError: see `forward`.
     """
     _check_precision("parameters", params.precision, precision)
+    _check_params(params, config)
     if config.text.engram_layer_ids and params.token_map is None:
         raise ValueError(
             "this model has Engram layers, but its parameters hold no token map: the checkpoint folder had no "
@@ -44,6 +45,7 @@ def check_inputs(
         raise ValueError(f"tokens is {batch} x {time}; at least one row and one token are needed")
     if cache is not None:
         _check_precision("a cache", cache.precision, precision)
+        _check_cache(cache, config)
         if cache.lengths.shape[0] != batch:
             raise ValueError(f"the cache has {cache.lengths.shape[0]} rows, tokens has {batch}")
     if lengths is not None:
@@ -80,6 +82,8 @@ def check_drafting(params: Params, config: ModelConfig, cache: Cache, tokens: In
         raise ValueError("this model has no draft layers (num_nextn_predict_layers is 0)")
     _check_precision("parameters", params.precision, precision)
     _check_precision("a cache", cache.precision, precision)
+    _check_params(params, config)
+    _check_cache(cache, config)
     tokens = _integers("tokens", tokens, 1)
     _check_shape("tokens", tokens, (cache.lengths.shape[0],))
     _check_range("tokens", tokens, 0, config.text.vocab_size - 1)
@@ -100,13 +104,34 @@ def _check_precision(what: str, found: str, wanted: str) -> None:
         )
 
 
+def _check_params(params: Params, config: ModelConfig) -> None:
+    text, drafts = config.text, 0 if params.draft is None else len(params.draft.layers)
+    found = (len(params.layers), drafts, *params.embed.shape)
+    wanted = (text.num_hidden_layers, text.num_nextn_predict_layers, text.vocab_size, text.hidden_size)
+    if found != wanted:
+        raise ValueError(_other_model("the parameters", "layers, draft layers, vocabulary, hidden size", found, wanted))
+
+
+def _check_cache(cache: Cache, config: ModelConfig) -> None:
+    text = config.text
+    found = (len(cache.windows), len(cache.index_keys), *cache.windows[0].shape[1:])
+    wanted = (text.num_hidden_layers, len(text.kv_source_layer_ids), text.sliding_window, text.head_dim)
+    if found != wanted:
+        raise ValueError(_other_model("the cache", "layers, KV sources, window, head size", found, wanted))
+
+
+def _other_model(what: str, sizes: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    return f"{what} and the configuration belong to different models ({sizes}: {found} and {wanted})"
+
+
 def _integers(name: str, array: IntArray, ndim: int) -> IntArray:
     if not isinstance(array, jax.Array):
         array = np.asarray(array)
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} must hold integers, found {array.dtype}")
     if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes, found shape {list(array.shape)}")
+        axes = "one axis" if ndim == 1 else f"{ndim} axes"
+        raise ValueError(f"{name} must have {axes}, found shape {list(array.shape)}")
     return array
 
 
