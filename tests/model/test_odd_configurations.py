@@ -125,7 +125,12 @@ CASES = {
         | sources([0, 1], [0, 1])
     ),
     "released window and a prompt of five windows": Odd(
-        {"compress_ratios": [0, 2, 1, 1], "sliding_window": 128, "engram_layer_ids": [3]}
+        {
+            "compress_ratios": [0, 2, 1, 1],
+            "sliding_window": 128,
+            "engram_layer_ids": [3],
+            "dspark_target_layer_ids": [3, 1],
+        }
         | sources([1, 2], [1, 2, 3], candidates=2),
         drafts=1,
         longest=640,
