@@ -69,7 +69,8 @@ def forward(
     checks shapes and dtypes only.
 
     Args:
-        params: from `load_params` or `init_params`, in the same precision.
+        params: from `load_params` or `init_params`, in the same precision. With Engram layers they hold one integer
+            array (`token_map`): `jax.grad(..., allow_int=True)` differentiates the whole tree.
         config: the model.
         tokens: any integer dtype [batch, time].
         cache: continue after what it holds (each row has its own length); None starts at position 0.
@@ -78,7 +79,9 @@ def forward(
         image_embeds: aligner rows [features, hidden] for the image positions in batch-major order.
         precision: "reference", "bf16", "float32" or "float32_exact" (design.md §4).
         capture: names or `*` patterns of tensors to return (`model.probe.capture_names` lists them).
-        edit: name or pattern -> function of one array; its result takes the tensor's place.
+        edit: name or pattern -> function of one array; its result takes the tensor's place. The function is static:
+            another function object, be it the same lambda made again, compiles another program. To vary numbers
+            inside it, close over traced arrays under an outer `jax.jit`, `jax.vmap` or `jax.grad`.
         return_logits: False leaves the head out.
         kernels: implementation of each kernel, e.g. `KernelChoice.for_devices(jax.devices())`; the default is plain
             XLA, which is differentiable and runs on meshes.
