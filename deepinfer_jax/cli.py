@@ -82,12 +82,15 @@ def generate(
 
 
 @app.command()
-def check(model: Annotated[Path, typer.Argument(help="Model folder.")]) -> None:
+def check(
+    model: Annotated[Path, typer.Argument(help="Model folder.")],
+    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+) -> None:
     """Prints the token contract of a model folder, one line per rule. Reads JSON and the tokenizer only."""
     with _errors_as_sentences():
         from deepinfer_jax.check import run_check
 
-        status = run_check(model)
+        status = run_check(model, trust_remote_code)
     raise typer.Exit(status)
 
 
@@ -124,10 +127,12 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is None and sys.stdin.isatty():
         typer.echo("Prompts, one per line, then Ctrl-D:", err=True)
     try:
-        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+        raw = sys.stdin.buffer.read() if file is None or str(file) == "-" else file.read_bytes()
+        text = raw.decode("utf-8-sig")  # whatever the locale says; without a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{file or 'stdin'} is not UTF-8 text: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Not splitlines: a form feed or U+2028 inside a prompt ends no line.
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{file or 'stdin'} holds no prompt; give --prompt TEXT, or lines of text")
     return lines
@@ -148,6 +153,11 @@ def _errors_as_sentences() -> Iterator[None]:
     """Turns the errors that a user can act on into one line and exit status 1; others keep their traceback."""
     try:
         yield
+        sys.stdout.flush()  # here, so that what cannot be written is an error like others
+    except BrokenPipeError:
+        # The reader has what it wanted, e.g. `| head`: nothing to say, and nothing may be flushed into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

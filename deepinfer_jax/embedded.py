@@ -17,10 +17,23 @@ def embedded_model() -> Path:
     """The folder of the embedded model, in the user's cache; made on first use.
 
     It is made aside and moved into place, so that an interrupted or a concurrent run leaves no half model.
+
+    Raises OSError, saying what to do, if the cache cannot be written.
     """
     folder = user_cache_dir() / f"tiny-{__version__}-{_REVISION}"
     if folder.is_dir():
         return folder
+    try:
+        _make(folder)
+    except OSError as error:
+        raise OSError(
+            f"the embedded model cannot be written to {folder}: {error}; set XDG_CACHE_HOME to a folder that can, or "
+            "name a model"
+        ) from error
+    return folder
+
+
+def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
@@ -31,4 +44,3 @@ def embedded_model() -> Path:
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder

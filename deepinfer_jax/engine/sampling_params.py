@@ -54,7 +54,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.temperature = _number("temperature", self.temperature)
         if not 0 <= self.temperature <= _MAX_FLOAT32:  # NaN fails too
-            raise ValueError(f"temperature must be a finite float32 number >= 0, got {self.temperature}")
+            raise ValueError(f"temperature must be a finite number >= 0 of float32, got {self.temperature}")
         self.top_p = _number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")

@@ -15,6 +15,7 @@ from deepinfer_jax import embedded
 from deepinfer_jax.cli import app
 from deepinfer_jax.engine.environ import user_cache_dir
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "B_s15"
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
 
 
@@ -35,6 +36,15 @@ def test_prompts_from_options_a_file_and_stdin_give_the_same_text(tmp_path: Path
     assert invoke(*TOY_MODEL, "--prompt", "AB", "--prompt", "CDE") == (0, expected, "")
     assert invoke(*TOY_MODEL, "--file", str(file)) == (0, expected, "")
     assert invoke(*TOY_MODEL, stdin="AB\nCDE\n") == (0, expected, "")
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_only_a_line_end_ends_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toy.ToyTokenizer.encode", lambda _, text: [5 + len(text)])
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffA\fB\u2028C\r\nD\n".encode())
+    _, out, _ = invoke(*TOY_MODEL, "--json", "--file", str(file))
+    assert [json.loads(line)["prompt"] for line in out.split("\n") if line] == ["A\fB\u2028C", "D"]
 
 
 @pytest.mark.usefixtures("toy_model")
@@ -129,6 +139,40 @@ def test_the_installed_command_generates_with_the_embedded_model() -> None:
     answer = json.loads(done.stdout)
     assert len(answer["token_ids"]) <= 5 and answer["finish_reason"] in ("length", "stop")
     assert isinstance(answer["text"], str) and answer["text"]
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [str(Path(sys.executable).parent / "deepinfer-jax"), "check", str(GOLDEN)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert "Broken" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    status, out, err = invoke("generate", "--prompt", "A")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "set XDG_CACHE_HOME" in err
+
+
+def test_check_runs_tokenizer_code_only_when_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["mine.Mine", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    trace = tmp_path / "ran"
+    (folder / "mine.py").write_text(
+        "import pathlib, transformers\n"
+        f"pathlib.Path({str(trace)!r}).touch()\n"
+        "class Mine(transformers.PreTrainedTokenizerFast): pass\n"
+    )
+    status, out, _ = invoke("check", str(folder))
+    assert status == 1 and "trust_remote_code=True" in out
+    assert not trace.exists()
+    assert invoke("check", str(folder), "--trust-remote-code")[0] == 0
+    assert trace.exists()
 
 
 @pytest.mark.parametrize(
