@@ -16,15 +16,16 @@ from deepinfer_jax import ModelConfig, forward, init_cache, init_params
 from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config import parse_config
+from deepinfer_jax.model import indexer as indexer_module
 from deepinfer_jax.model.embedding import embed_tokens
 from deepinfer_jax.model.engram import engram
 from deepinfer_jax.model.engram_hash import engram_rows
 from deepinfer_jax.model.hyper_connections import mix_coefficients, sinkhorn
-from deepinfer_jax.model.indexer import candidate_entries, pick
+from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
 from deepinfer_jax.model.moe import expert_scores
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import frequencies, rotation
-from deepinfer_jax.params import Engram, Experts, HyperConnection, MoE
+from deepinfer_jax.params import Engram, Experts, HyperConnection, Indexer, MoE
 from deepinfer_jax.tokenization import engram_multipliers, engram_primes
 from deepinfer_jax.tokenization.engram_hash import DEAD, ngram_rows, ngram_windows
 
@@ -323,6 +324,46 @@ def test_candidates_are_the_best_blocks_with_the_newest_one_pinned(scores: list[
         best[(visible - 1) // size] = np.inf  # whole block, also beyond what is visible; counts against the budget
     ranked = sorted((b for b in range(len(best)) if best[b] > -np.inf), key=lambda b: (-best[b], b))
     assert np.asarray(found)[0, 0].tolist() == [j // size in ranked[:keep] for j in range(entries)]
+
+
+@pytest.mark.parametrize("precision", ["reference", "float32_exact"])
+def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ_n relu(q_n·I_j)·w_n, the relu before the signed head sum (T16), in tiles of the time axis as at once."""
+    config = two_layers(index_n_heads=3)
+    text, arith = config.text, arithmetic(config, precision)
+    rng = np.random.default_rng(0)
+    batch, time, entries = 2, 7, 11
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), arith.dtype)
+
+    latent, x = draw(batch, time, text.q_lora_rank), draw(batch, time, text.hidden_size)
+    keys = draw(batch, entries, text.index_head_dim)
+    indexer = Indexer(
+        wq_b=draw(text.index_n_heads * text.index_head_dim, text.q_lora_rank),
+        weights_proj=draw(text.index_n_heads, text.hidden_size),
+    )
+    visible = jnp.asarray(rng.integers(0, entries + 1, (batch, time)), jnp.int32)
+    still = rotation(text, jnp.zeros((batch, time), jnp.int32), compressed=True)
+
+    def scores() -> Array:
+        return np.asarray(index_scores(latent, x, keys, visible, indexer, still, text, arith), np.float32)
+
+    whole = scores()
+    # fp32 products of 32 terms may be summed in another order; FP4 keys and queries have exact products.
+    slack = 0.0 if arith.quantize_cache else 2e-6 * float(np.abs(whole[whole > -np.inf]).max())
+    for rows in (1, 3):  # the last tile of 3 is padded
+        monkeypatch.setattr(indexer_module, "_TILE_BYTES", rows * batch * text.index_n_heads * entries * 4)
+        np.testing.assert_allclose(scores(), whole, rtol=0, atol=slack)
+    assert np.array_equal(whole == -np.inf, np.arange(entries) >= np.asarray(visible)[..., None])
+    if precision == "float32_exact":
+        q = np.einsum("btr,or->bto", *(np.asarray(a, np.float64) for a in (latent, indexer.wq_b)))
+        w = np.einsum("bth,nh->btn", *(np.asarray(a, np.float64) for a in (x, indexer.weights_proj)))
+        products = np.einsum("btnd,bjd->btnj", q.reshape(batch, time, 3, -1), np.asarray(keys, np.float64))
+        wanted = (np.maximum(products, 0) * w[..., None]).sum(2) / np.sqrt(text.index_head_dim * 3)
+        seen = whole > -np.inf
+        # fp32 sums of 64 and 32 products of unit size, times about 30.
+        np.testing.assert_allclose(whole[seen], wanted[seen], atol=2e-6 * np.abs(wanted).max())
 
 
 # ---- Engram (model.md §7, Appendix B)
