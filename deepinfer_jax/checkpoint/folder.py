@@ -103,10 +103,15 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: weight_map must be a JSON object {{tensor name: shard file}}")
     shard_of: dict[str, str] = {}
     for stored, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{path}: tensor {stored!r} is in {shard!r}, which is not a file name in this folder")
+        if not isinstance(shard, str) or not _is_file_name(shard):
+            raise ValueError(f"{path}: tensor {stored!r} is in {shard!r:.200}, which is not a file name in this folder")
         name = released_name(stored)
         if name in shard_of:
             raise ValueError(f"{path}: tensor {name!r} occurs twice, with and without the prefix 'model.'")
         shard_of[name] = shard
     return shard_of
+
+
+def _is_file_name(text: str) -> bool:
+    """One name that a file system takes, without a way out of the folder."""
+    return Path(text).name == text and text not in ("", "..") and "\0" not in text and len(text) <= 255

@@ -238,7 +238,16 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path)
 
 
-@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 1}, {"a": "../1.safetensors"}, {"a": "/1.safetensors"}])
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        {},
+        [],
+        {"a": 1},
+        *({"a": name} for name in ("../1.safetensors", "/1.safetensors", "..", "", "a\0b", "a" * 256)),
+    ],
+)
 def test_a_malformed_index_is_refused(tmp_path: Path, weight_map: Any) -> None:
     two_shards(tmp_path)
     write_index(tmp_path, weight_map)
