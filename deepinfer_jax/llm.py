@@ -159,7 +159,12 @@ class LLM:
     def _encode(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
             raise ValueError(f"a prompt must be a string, got {type(prompt).__name__}; pass ids as prompt_token_ids")
-        ids: list[int] = self.get_tokenizer().encode(prompt)
+        try:
+            ids: list[int] = self.get_tokenizer().encode(prompt)
+        except ValueError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ValueError(f"the tokenizer cannot encode the prompt {prompt[:40]!r}: {error}") from error
         if prompt and not ids:
             raise ValueError(f"the tokenizer has no tokens for the prompt {prompt[:40]!r}; nothing of it is left")
         return ids

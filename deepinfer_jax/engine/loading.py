@@ -45,6 +45,11 @@ def load_parts(args: EngineArgs) -> EngineParts:
         revision=args.revision,
         tokenizer_revision=args.tokenizer_revision,
     )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
+            f"config.json has eos_token_id {config.eos_token_id}"
+        )
     limits = args.limits(config.text.max_position_embeddings)
     if args.load_format == "dummy":
         params = init_params(config, jax.random.key(args.seed), precision=args.precision)

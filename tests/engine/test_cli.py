@@ -202,3 +202,13 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     status, out, err = invoke("generate", "--model", str(folder), "--prompt", "A")
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert name in err
+
+
+def test_a_tokenizer_without_an_end_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz", "*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    status, out, err = invoke("generate", "--model", str(folder), "--prompt", "A")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "names no eos_token" in err and "eos_token_id 1" in err

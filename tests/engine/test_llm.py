@@ -146,6 +146,20 @@ def test_text_that_has_no_tokens_is_told_from_no_text(monkeypatch: pytest.Monkey
         llm.generate("")
 
 
+def test_a_tokenizer_that_breaks_on_a_text_makes_it_an_invalid_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    encode = llm.get_tokenizer().encode
+
+    def breaks(text: str) -> list[int]:
+        if text == "CD":
+            raise Exception("Unk token not found")  # what the tokenizers library raises
+        return encode(text)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(llm.get_tokenizer(), "encode", breaks)
+    assert llm.generate(["CD", "AB"], GREEDY, on_invalid="report") == ["", letters(greedy_twin(TABLE, [17, 18], 5))]
+    assert llm.last_errors == {0: "prompt 0: the tokenizer cannot encode the prompt 'CD': Unk token not found"}
+
+
 def test_prompts_ids_and_parameters_may_be_any_iterable() -> None:
     llm, expected = make_llm(), make_llm().generate(["AB", "CD"], GREEDY)
     assert llm.generate((p for p in ("AB", "CD")), (GREEDY for _ in range(2))) == expected
