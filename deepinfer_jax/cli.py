@@ -28,7 +28,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `deepinfer-jax` command."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+    # It advises to install PyTorch, and warns of a long text in other words than our refusal.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     app()
 
