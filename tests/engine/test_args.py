@@ -39,6 +39,8 @@ def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
     ("field", "value"),
     [
         ("load_format", "gguf"),
+        ("load_format", None),
+        ("max_num_seqs", True),
         ("precision", "fp64"),
         ("max_model_len", 0),
         ("max_num_seqs", -1),
