@@ -21,18 +21,19 @@ VOCAB = 64
 EOS = 1
 IMAGE = 3
 NUM_STATES = 1009
-# A state whose logits are NaN: the history of the one-token prompt POISON.
+# The one-token prompt POISON leads to a state of its own, whose logits are NaN: no sampled text gets there by chance.
 POISON = 60
 
 
 def next_state(state: Any, token: Any) -> Any:
-    return (state * 31 + token + 7) % NUM_STATES
+    poisoned = (state == 0) * (token == POISON)
+    return poisoned * NUM_STATES + (1 - poisoned) * ((state * 31 + token + 7) % NUM_STATES)
 
 
 def make_table(seed: int = 0) -> np.ndarray:
-    table = np.random.default_rng(seed).normal(size=(NUM_STATES, VOCAB)).astype(np.float32) * 2
+    table = np.random.default_rng(seed).normal(size=(NUM_STATES + 1, VOCAB)).astype(np.float32) * 2
     table[:, EOS] = -4  # ends are rare unless asked for
-    table[next_state(0, POISON)] = np.nan
+    table[NUM_STATES] = np.nan
     return table
 
 
