@@ -177,6 +177,7 @@ _TEXT_DEFAULTS: dict[str, Any] = {
 
 # Sizes that every model has; zero or less would give empty arrays and wrong numbers without an error.
 _TEXT_POSITIVE = (
+    "rms_norm_eps",
     "vocab_size",
     "hidden_size",
     "moe_intermediate_size",
@@ -320,7 +321,9 @@ def _parse_rope_scaling(section: Any) -> RopeScaling | None:
         return None
     if kind != "yarn":
         raise ValueError(f"text_config.rope_scaling.rope_type is {kind!r}; expected 'yarn'")
-    return RopeScaling(**_fields(RopeScaling, section, "text_config.rope_scaling."))
+    scaling = RopeScaling(**_fields(RopeScaling, section, "text_config.rope_scaling."))
+    _refuse_not_positive(scaling, tuple(dataclasses.asdict(scaling)), "text_config.rope_scaling.")
+    return scaling
 
 
 def _parse_vision(section: dict[str, Any]) -> VisionConfig:

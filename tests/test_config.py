@@ -42,6 +42,7 @@ def test_any_value_of_any_key_is_taken_or_refused_with_a_sentence(place: tuple[s
     ("section", "key", "value", "sentence"),
     [
         ("text_config", "sliding_window", 0, "text_config.sliding_window is 0; it must be positive"),
+        ("text_config", "rms_norm_eps", 0.0, "text_config.rms_norm_eps is 0.0; it must be positive"),
         ("text_config", "hidden_size", -1, "text_config.hidden_size is -1; it must be positive"),
         ("text_config", "index_topk", 0, "text_config.index_topk is 0; it must be positive"),
         ("text_config", "engram_head_dim", 0, "text_config.engram_head_dim is 0; it must be positive"),
@@ -58,6 +59,13 @@ def test_what_no_model_can_be_is_named(section: str | None, key: str, value: Any
     with pytest.raises(ValueError) as caught:
         parse_config(with_value(section, key, value))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings"])
+def test_a_rope_scaling_of_nothing_is_named(key: str) -> None:
+    scaling = {**with_value(None, "dtype", "bfloat16")["text_config"]["rope_scaling"], key: 0}
+    with pytest.raises(ValueError, match=rf"text_config\.rope_scaling\.{key} is 0.*; it must be positive"):
+        parse_config(with_value("text_config", "rope_scaling", scaling))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[]", b"[" * 100_000, b"null"])
