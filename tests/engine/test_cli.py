@@ -70,7 +70,7 @@ def test_a_seed_repeats_and_equal_prompts_differ() -> None:
     [
         (["--prompt", "A!"], "'!' is not in this alphabet"),
         (["--prompt", ""], "prompt must not be empty"),
-        (["--prompt", "A", "--temperature", "nan"], "temperature must be a finite float32 number"),
+        (["--prompt", "A", "--temperature", "nan"], "temperature must be a finite number"),
         (["--prompt", "A", "--max-tokens", "-3"], "max_tokens must be"),
         (["--prompt", "A", "--precision", "fp64"], "precision must be one of"),
         (["--prompt", "A" * 41], "41 tokens, the limit is 40"),
