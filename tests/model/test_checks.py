@@ -138,7 +138,7 @@ def test_image_sentinels_are_accepted_where_an_image_stands(sentinel: int) -> No
 DRAFT_REFUSED: dict[str, tuple[Callable[[], tuple[Cache, Array]], str]] = {
     "an empty row": (lambda: (cache(held=(3, 0)), np.array([5, 6])), "at least one target token in every row"),
     "an id above the vocabulary": (lambda: (cache(held=(3, 3)), np.array([5, VOCAB])), r"tokens\[1\] is 192, outside"),
-    "two axes": (lambda: (cache(held=(3, 3)), TOKENS), r"tokens must have 1 axes, found shape \[2, 12\]"),
+    "two axes": (lambda: (cache(held=(3, 3)), TOKENS), r"tokens must have one axis, found shape \[2, 12\]"),
     "another batch": (lambda: (cache(held=(3, 3)), np.array([5])), r"tokens has shape \[1\], expected \[2\]"),
     "floats": (lambda: (cache(held=(3, 3)), np.array([5.0, 6.0])), "tokens must hold integers"),
     "another precision": (
