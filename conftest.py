@@ -4,7 +4,12 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
+
+# A timing never fails a test.
+hypothesis.settings.register_profile("deepinfer-jax", deadline=None)
+hypothesis.settings.load_profile("deepinfer-jax")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ def with_value(section: str | None, key: str, value: Any) -> dict[str, Any]:
     return raw
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(place=st.sampled_from(KEYS), value=st.sampled_from(VALUES))
 def test_any_value_of_any_key_is_taken_or_refused_with_a_sentence(place: tuple[str | None, str], value: Any) -> None:
     section, key = place

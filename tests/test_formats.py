@@ -251,7 +251,7 @@ def test_fake_quantiser_equals_ieee_arithmetic_pack_and_unpack_eagerly_and_jitte
 
 
 @each_quantiser
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_packing_round_trips_and_quantising_twice_changes_nothing(name: str, data: st.DataObject) -> None:
     fake, pack, unpack, group = FAKE_QUANTISERS[name]

@@ -138,7 +138,7 @@ def test_a_refusal_does_not_repeat_a_huge_claim(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "t.safetensors"

@@ -60,7 +60,7 @@ def test_more_requests_than_rows_all_finish_with_their_own_tokens() -> None:
         assert results[str(i)][-1].finish_reason == "length"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
     arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),

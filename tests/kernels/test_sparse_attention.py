@@ -170,7 +170,7 @@ class TestEveryImplementation:
         got = attend(arguments, shape.options, implementation)
         assert np.isnan(got).any(axis=(2, 3)).tolist() == [[False, False, True]]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 2**32 - 1))
     def test_any_visibility_equals_the_brute_force(self, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -300,7 +300,7 @@ scores_of = st.lists(
 )  # few values, so that ties are common
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(scores_of, st.integers(1, 14))
 def test_picks_are_the_largest_finite_scores_lowest_index_first(scores: list[float], topk: int) -> None:
     """−∞ is never picked, even where fewer finite scores than picks exist (the rule at the end of §5.7; T30)."""
@@ -310,7 +310,7 @@ def test_picks_are_the_largest_finite_scores_lowest_index_first(scores: list[flo
     assert found.tolist() == wanted + [-1] * (min(topk, len(scores)) - len(wanted))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(scores_of, st.data())
 def test_candidates_are_the_best_blocks_with_the_newest_one_pinned(scores: list[float], data: st.DataObject) -> None:
     entries = len(scores)
@@ -405,7 +405,7 @@ def test_device_hash_equals_host_hash(shape: str) -> None:
     width = 24  # one shape, one compilation
     ids = st.one_of(st.just(DEAD), st.just(0), st.just(largest), st.integers(0, largest))
 
-    @settings(deadline=None, max_examples=80)
+    @settings(max_examples=80)
     @given(st.lists(ids, min_size=reach - 1 + width, max_size=reach - 1 + width), st.integers(0, largest))
     def same(history: list[int], pad: int) -> None:
         ids = np.array([history], np.int32)

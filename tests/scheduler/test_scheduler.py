@@ -139,7 +139,7 @@ def test_impossible_buckets_are_refused(buckets: tuple[tuple[int, int], ...]) ->
         Scheduler(buckets=buckets, max_model_len=32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), max_size=12),
     buckets=st.sampled_from([((1, 3),), ((2, 9),), ((1, 9), (3, 2)), ((1, 4), (2, 4), (5, 1))]),

@@ -73,7 +73,7 @@ texts = st.lists(pieces, max_size=8).map("".join).filter(lambda text: not SPAN_N
 
 
 # The tokenizer has no state that one example could leave to the next.
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
 def test_text_is_bos_and_the_tokens_of_the_file_and_comes_back(real_tokenizer, raw, text):
     ids = real_tokenizer.encode(text)
