@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from deepinfer_jax.config import PRECISIONS, ModelConfig
+from deepinfer_jax.config import ModelConfig, check_precision
 from deepinfer_jax.kernels.rounding import round_to
 
 
@@ -41,8 +41,7 @@ def arithmetic(config: ModelConfig, precision: str) -> Arithmetic:
     Raises:
         ValueError: there is no such precision.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     if precision in ("float32", "float32_exact"):
         return Arithmetic(jnp.float32, False, precision == "float32")
     return Arithmetic(jnp.bfloat16, precision == "reference" and config.quantized, True)

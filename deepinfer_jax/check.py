@@ -3,14 +3,13 @@
 Reads JSON, safetensors headers and the tokenizer; no weights, no jax.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
-from deepinfer_jax.config import load_config, text_values
+from deepinfer_jax.config import load_config, read_json, text_values
 from deepinfer_jax.schedule_rules import schedule_violations
 from deepinfer_jax.tokenization import (
     IMAGE_PLACEHOLDERS,
@@ -49,10 +48,7 @@ class _Folder:
     @cached_property
     def config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        config = read_json(path)
         if not isinstance(config, dict) or not isinstance(config.get("text_config"), dict):
             raise ValueError(f"{path} must be a JSON object with a text_config object")
         return config

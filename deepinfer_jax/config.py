@@ -228,14 +228,30 @@ def load_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; a model folder needs the checkpoint's config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    raw = read_json(path)
     try:
         return parse_config(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a UTF-8 JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON; the message names the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8; JSON nested without end
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def check_precision(precision: str) -> None:
+    """Raises ValueError unless `precision` is one of PRECISIONS."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
 
 
 def parse_config(raw: object) -> ModelConfig:

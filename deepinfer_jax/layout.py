@@ -29,7 +29,7 @@ from deepinfer_jax.params import (
 )
 
 Format = Literal["BF16", "F32", "FP8", "FP4", "FP8_ROWS"]
-Init = Literal["normal", "norm", "zeros", "sink", "hc_base", "hc_scale"]
+Init = Literal["normal", "norm", "sink", "hc_base", "hc_scale"]
 
 DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
@@ -97,12 +97,17 @@ class ParamSpec:
         """`X.scale` of `X.weight` (DB §13.3)."""
         return name.removesuffix("weight") + "scale"
 
+    def stored(self, name: str) -> list[TensorSpec]:
+        """The released tensor `name` of this parameter, and its scales if it has them."""
+        weight = TensorSpec(name, self.dtype, self.stored_shape)
+        if self.scale_shape is None:
+            return [weight]
+        return [weight, TensorSpec(self.scale_name(name), "F8_E8M0", self.scale_shape)]
+
     def tensors(self) -> Iterator[TensorSpec]:
         """The released tensors of this parameter, each followed by its scales."""
         for name in self.names:
-            yield TensorSpec(name, self.dtype, self.stored_shape)
-            if self.scale_shape is not None:
-                yield TensorSpec(self.scale_name(name), "F8_E8M0", self.scale_shape)
+            yield from self.stored(name)
 
 
 def layout(config: ModelConfig) -> Params:

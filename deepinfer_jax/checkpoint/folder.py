@@ -1,6 +1,5 @@
 """A model folder's tensors by released name: sharded with an index, or one `model.safetensors` (DB §13.1)."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 
 from deepinfer_jax.checkpoint.safetensors import SafetensorsFile, TensorEntry
+from deepinfer_jax.config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -94,10 +94,7 @@ class CheckpointFolder:
 
 def _read_index(path: Path) -> dict[str, str]:
     """`weight_map` of an index: released tensor name -> shard file name."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON; JSON nested without end
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    raw = read_json(path)
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must be a JSON object {{tensor name: shard file}}")

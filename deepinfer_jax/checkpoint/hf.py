@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import HostArray, Leaf, build_leaf, leaf_form
 from deepinfer_jax.checkpoint.verify import verify_tensors
-from deepinfer_jax.config import PRECISIONS, ModelConfig
+from deepinfer_jax.config import ModelConfig, check_precision
 from deepinfer_jax.layout import ParamSpec, layout, param_specs
 from deepinfer_jax.params import Params
 from deepinfer_jax.sharding import auto_mesh, param_sharding, placed_shape
@@ -51,8 +51,7 @@ def load_params(
             surplus or wrong tensors (file and tensor are named); a tokenizer whose compressed vocabulary is not that
             of the configuration.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
     if mesh is not None:
         mesh = auto_mesh(mesh)

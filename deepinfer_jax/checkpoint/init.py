@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.checkpoint.leaves import Leaf, leaf_form
-from deepinfer_jax.config import PRECISIONS, ModelConfig
+from deepinfer_jax.config import ModelConfig, check_precision
 from deepinfer_jax.kernels.formats import encode_e4m3
 from deepinfer_jax.layout import Init, ParamSpec, layout
 from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
@@ -33,8 +33,7 @@ def init_params(config: ModelConfig, key: jax.Array, *, precision: str = "refere
     Raises:
         ValueError: there is no such precision.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} does not exist; choose one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     platform = jax.devices()[0].platform
 
     def draw(spec: ParamSpec) -> Leaf:
@@ -73,7 +72,6 @@ def mean_and_std(spec: ParamSpec) -> tuple[float, float]:
     of: dict[Init, tuple[float, float]] = {
         "normal": (0.0, weight_std(spec)),
         "norm": (1.0, 0.1),
-        "zeros": (0.0, 0.0),
         "sink": (0.0, 1.0),
         "hc_base": (0.0, 1.0),
         "hc_scale": (1.0, 0.1),

@@ -24,7 +24,7 @@ from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.checkpoint.tiny_tokenizer import missing_bytes, special_token_names, write_tokenizer
 from deepinfer_jax.config import ModelConfig, parse_config
-from deepinfer_jax.layout import ParamSpec, TensorSpec, param_specs, released_tensors
+from deepinfer_jax.layout import ParamSpec, param_specs, released_tensors
 from deepinfer_jax.tokenization import CompressedVocabulary, engram_primes
 
 Array = npt.NDArray[Any]
@@ -130,7 +130,7 @@ def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) 
     weight_map: dict[str, str] = {}
     total = 0
     for name, shard in zip(names, shards, strict=True):
-        tensors = [tensor for spec, i in shard for tensor in _stored(spec, i)]
+        tensors = [tensor for spec, i in shard for tensor in spec.stored(spec.names[i])]
         arrays = (array for spec, i in shard for array in _random_tensor(spec, spec.names[i], seed))
         write_safetensors(out / name, tensors, arrays)
         weight_map |= {tensor.name: name for tensor in tensors}
@@ -145,7 +145,7 @@ def _shards(config: ModelConfig, shard_bytes: int) -> Iterator[list[tuple[ParamS
     shard: list[tuple[ParamSpec, int]] = []
     size = 0
     for spec in param_specs(config):
-        nbytes = sum(tensor.nbytes for tensor in _stored(spec, 0))
+        nbytes = sum(tensor.nbytes for tensor in spec.stored(spec.names[0]))
         for i in range(len(spec.names)):
             if shard and size + nbytes > shard_bytes:
                 yield shard
@@ -153,14 +153,6 @@ def _shards(config: ModelConfig, shard_bytes: int) -> Iterator[list[tuple[ParamS
             shard.append((spec, i))
             size += nbytes
     yield shard
-
-
-def _stored(spec: ParamSpec, i: int) -> list[TensorSpec]:
-    """The stored tensors of `spec.names[i]`: weight, and scales if it has them."""
-    weight = TensorSpec(spec.names[i], spec.dtype, spec.stored_shape)
-    if spec.scale_shape is None:
-        return [weight]
-    return [weight, TensorSpec(spec.scale_name(spec.names[i]), "F8_E8M0", spec.scale_shape)]
 
 
 def _random_tensor(spec: ParamSpec, name: str, seed: int) -> list[Array]:

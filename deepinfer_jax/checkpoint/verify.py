@@ -16,12 +16,12 @@ def verify_tensors(folder: CheckpointFolder, config: ModelConfig) -> None:
     """
     expected: set[str] = set()
     for spec in param_specs(config):
-        tensors = {tensor.name: tensor for tensor in spec.tensors()}
-        expected |= tensors.keys()
         for name in spec.names:
-            _check(folder, config, tensors[name])
-            if spec.scale_shape is not None:
-                _check_scale(folder, name, tensors[spec.scale_name(name)])
+            weight, *scales = spec.stored(name)
+            expected.update(tensor.name for tensor in (weight, *scales))
+            _check(folder, config, weight)
+            for scale in scales:
+                _check_scale(folder, name, scale)
     for name in folder:
         if name not in expected:
             _refuse_surplus(folder, config, name)

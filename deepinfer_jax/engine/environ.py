@@ -1,15 +1,9 @@
-"""The environment variables, one line each, and the folder of things that are made once per user."""
+"""The folder of things that are made once per user, and the environment variables that move them."""
 
 import os
 from pathlib import Path
 
 import jax
-
-# name: meaning; default
-ENVIRONMENT = {
-    "DEEPINFER_COMPILATION_CACHE_DIR": "folder of compiled programs, empty for none; <user cache>/xla",
-    "XDG_CACHE_HOME": "parent of <user cache>, the folder deepinfer-jax in it; ~/.cache",
-}
 
 
 def user_cache_dir() -> Path:
@@ -18,7 +12,11 @@ def user_cache_dir() -> Path:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between processes, unless the user has chosen a place for them (or none)."""
+    """Keeps compiled programs between processes, in `xla` of the user's cache.
+
+    `DEEPINFER_COMPILATION_CACHE_DIR` names another folder, or none if it is empty; a place that jax was already told
+    of stays.
+    """
     directory = os.environ.get("DEEPINFER_COMPILATION_CACHE_DIR", str(user_cache_dir() / "xla"))
     if not directory or jax.config.jax_compilation_cache_dir:
         return

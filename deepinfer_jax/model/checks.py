@@ -8,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.cache import Cache
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.config import ModelConfig, check_precision
 from deepinfer_jax.model.embedding import IMAGE
 from deepinfer_jax.params import Params
+from deepinfer_jax.tokenization import ImageTokenOffset
 
 IntArray = jax.Array | npt.NDArray[Any]
-
-_IMAGE_SENTINELS = 5  # ids V … V+4 stand for image positions in a prompt (DB §4.1)
 
 
 def check_inputs(
@@ -32,7 +31,8 @@ def check_inputs(
     Raises:
         ValueError: see `forward`.
     """
-    _check_precision("parameters", params.precision, precision)
+    check_precision(precision)
+    _check_made_for("parameters", params.precision, precision)
     _check_params(params, config)
     if config.text.engram_layer_ids and params.token_map is None:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_inputs(
     if batch == 0 or time == 0:
         raise ValueError(f"tokens is {batch} x {time}; at least one row and one token are needed")
     if cache is not None:
-        _check_precision("a cache", cache.precision, precision)
+        _check_made_for("a cache", cache.precision, precision)
         _check_cache(cache, config)
         if cache.lengths.shape[0] != batch:
             raise ValueError(f"the cache has {cache.lengths.shape[0]} rows, tokens has {batch}")
@@ -80,8 +80,9 @@ def check_drafting(params: Params, config: ModelConfig, cache: Cache, tokens: In
     """
     if params.draft is None:
         raise ValueError("this model has no draft layers (num_nextn_predict_layers is 0)")
-    _check_precision("parameters", params.precision, precision)
-    _check_precision("a cache", cache.precision, precision)
+    check_precision(precision)
+    _check_made_for("parameters", params.precision, precision)
+    _check_made_for("a cache", cache.precision, precision)
     _check_params(params, config)
     _check_cache(cache, config)
     tokens = _integers("tokens", tokens, 1)
@@ -97,7 +98,7 @@ def is_concrete(array: object) -> bool:
     return not isinstance(array, jax.core.Tracer)
 
 
-def _check_precision(what: str, found: str, wanted: str) -> None:
+def _check_made_for(what: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise ValueError(
             f"{what} made for precision {found!r} cannot run in {wanted!r}: pass precision={found!r} or make new ones"
@@ -164,7 +165,7 @@ def _check_ids(tokens: IntArray, roles: IntArray | None, inside: npt.NDArray[np.
         return
     ids, vocab = np.asarray(tokens), config.text.vocab_size
     image = np.zeros(ids.shape, bool) if roles is None else np.asarray(roles) >= 0
-    wrong = np.argwhere(inside & ((ids < 0) | (ids >= np.where(image, vocab + _IMAGE_SENTINELS, vocab))))
+    wrong = np.argwhere(inside & ((ids < 0) | (ids >= np.where(image, vocab + ImageTokenOffset.NUM_SPECIAL, vocab))))
     if len(wrong):
         row, time = (int(i) for i in wrong[0])
         raise ValueError(

@@ -96,7 +96,6 @@ def forward(
     """
     captures = resolve_captures(config, capture)
     edits = resolve_edits(config, edit)
-    arithmetic(config, precision)
     tokens, lengths, token_types = check_inputs(
         params, config, tokens, cache, lengths, token_types, image_embeds, precision
     )

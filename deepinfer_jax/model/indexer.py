@@ -12,6 +12,7 @@ from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
 from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.kernels.tiling import join_time, split_time
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 
@@ -48,7 +49,6 @@ def index_scores(
     query = rotate(query.reshape(batch, time, heads, dim), by.heads())
     if arith.quantize_cache:
         query = fake_quant_fp4_index(query)
-    # Both roots are rounded to fp64 before the product, once, as everywhere (model.md §5.6).
     weights = arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
 
     def tile(query: jax.Array, weights: jax.Array, visible: jax.Array) -> jax.Array:
@@ -68,14 +68,8 @@ def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], b
     size = min(time, max(1, _TILE_BYTES // max(1, bytes_per_row)))  # no entry can exist yet: no bytes
     if size == time:
         return function(*rows)
-    tiles = math.ceil(time / size)
-
-    def split(a: jax.Array) -> jax.Array:
-        padded = jnp.pad(a, [(0, 0), (0, tiles * size - time)] + [(0, 0)] * (a.ndim - 2))
-        return jnp.moveaxis(padded.reshape(a.shape[0], tiles, size, *a.shape[2:]), 1, 0)
-
-    out = jnp.moveaxis(lax.map(lambda tile: function(*tile), tuple(split(a) for a in rows)), 0, 1)
-    return out.reshape(out.shape[0], tiles * size, *out.shape[3:])[:, :time]
+    tiled = tuple(split_time(a, size, 0) for a in rows)
+    return join_time(lax.map(lambda tile: function(*tile), tiled), time)
 
 
 def candidate_entries(scores: jax.Array, visible: jax.Array, text: TextConfig) -> jax.Array:

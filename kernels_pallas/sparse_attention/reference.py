@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.rounding import round_to
+from deepinfer_jax.kernels.tiling import join_time, pad_time, split_time
 
 from .entries import Entries, entry_count, take_entries, unpack_entries
 
@@ -35,7 +36,7 @@ def sparse_attention_reference(
     banded: bool = False,
 ) -> jax.Array:
     """`sparse_attention` (see the package) on any backend; differentiable in query, window, float entries, sink."""
-    batch, time, heads, dim = query.shape
+    time = query.shape[1]
     keys, broken = _separate_broken(window)
     slots = (keys, broken, window_positions)
     # With at most k entries, one masked product over all of them moves less than a gather per row; at 4 k the
@@ -67,11 +68,11 @@ def sparse_attention_reference(
     tiles = -(-time // TILE_ROWS)
     padding = tiles * TILE_ROWS - time
     rows = (
-        _tile(query, tiles, 0),
-        _tile(horizon, tiles, -1),
-        None if picks is None else _tile(picks, tiles, -1),
+        split_time(query, TILE_ROWS, 0),
+        split_time(horizon, TILE_ROWS, -1),
+        None if picks is None else split_time(picks, TILE_ROWS, -1),
     )
-    slots = (_pad(keys, padding, 0), _pad(broken, padding, False), _pad(window_positions, padding, -1))
+    slots = (pad_time(keys, padding, 0), pad_time(broken, padding, False), pad_time(window_positions, padding, -1))
 
     def attend_tile(number: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         keys, broken, positions = slots
@@ -88,7 +89,7 @@ def sparse_attention_reference(
     # checkpoint: a backward pass recomputes one tile at a time instead of keeping every tile's probabilities.
     attend_tile = jax.checkpoint(attend_tile, prevent_cse=False)
     result = jax.lax.map(lambda tile: attend_tile(*tile), (jnp.arange(tiles), rows))
-    return jnp.moveaxis(result, 0, 1).reshape(batch, tiles * TILE_ROWS, heads, dim)[:, :time]
+    return join_time(result, time)
 
 
 @dataclass(frozen=True)
@@ -175,16 +176,3 @@ def _separate_broken(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     finite = jnp.isfinite(keys)
     return jnp.where(finite, keys, 0), ~finite.all(axis=-1)
-
-
-def _pad(array: jax.Array, amount: int, value: float) -> jax.Array:
-    """`array` with `amount` more places filled with `value` at the end of axis 1."""
-    width = [(0, 0), (0, amount)] + [(0, 0)] * (array.ndim - 2)
-    return jnp.pad(array, width, constant_values=value)
-
-
-def _tile(array: jax.Array, tiles: int, padding: float) -> jax.Array:
-    """[batch, time, ...] -> [tiles, batch, TILE_ROWS, ...], padded at the end."""
-    array = _pad(array, tiles * TILE_ROWS - array.shape[1], padding)
-    array = array.reshape(array.shape[0], tiles, TILE_ROWS, *array.shape[2:])
-    return jnp.moveaxis(array, 1, 0)
