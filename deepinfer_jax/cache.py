@@ -1,10 +1,11 @@
-"""What a sequence keeps on the device between steps (model.md Appendix A; design.md §6), in dense form.
+"""What a sequence keeps on the device between steps (model.md Appendix A; design.md §6): the three questions that the
+forward pass asks of it (`View`), and its dense form. `paged_cache.py` has the paged one.
 
-Each row of the batch has its own length, so rows of different ages share one cache. The forward pass asks a cache
-view for the window keys of its rows and for the entries and index keys of an owner, and hands it what to write.
+Each row of the batch has its own length, so rows of different ages share one cache.
 """
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax import struct
 from deepinfer_jax.arithmetic import Arithmetic, arithmetic
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index, fake_quant_fp4_kv, pack_fp4_kv
-from deepinfer_jax.kernels.sparse_attention import PackedEntries
+from deepinfer_jax.kernels.sparse_attention import PackedEntries, PagedEntries
 from deepinfer_jax.layer_plan import layer_plans
 
 DEAD = -1
@@ -46,6 +47,70 @@ class Groups:
     latents: jax.Array
     numbers: jax.Array
     complete: jax.Array
+
+
+class IndexKeys(Protocol):
+    """Index keys of one KV source.
+
+    Attributes:
+        count: places for keys per row; which of them exist follows from positions alone.
+        block: `part` takes multiples of it.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    def part(self, first: jax.Array, size: int) -> jax.Array:
+        """Keys first … first + size − 1 of every row, [batch, size, index_dim]; any numbers beyond `count`."""
+
+
+class View(Protocol):
+    """One step's reads and writes; every write is visible to later reads of the same step.
+
+    Attributes:
+        start: position of each row's first new token. int32 [batch].
+        lengths: new tokens of each row. int32 [batch].
+        positions: of each new token, -1 for padding. int32 [batch, time].
+    """
+
+    start: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+
+    def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
+        """Writes the new keys of a layer and returns the keys that its rows may see.
+
+        Args:
+            new: quantised as the cache keeps them. [batch, time, head_dim].
+
+        Returns:
+            keys [batch, slots, head_dim], their positions int32 [batch, slots] (−1: none), and whether they lie as
+            [previous window | new tokens] (`banded` of `sparse_attention`).
+        """
+
+    def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
+        """Quantises and stores completed groups of a KV source. entries, index_keys: [batch, groups, dim]."""
+
+    def entries(self, owner: int) -> jax.Array | PackedEntries | PagedEntries:
+        """All compressed entries of a KV source; which of them exist follows from positions alone."""
+
+    def index_keys(self, owner: int) -> IndexKeys:
+        """All index keys of a KV source (T1: the owner's, also on steps that complete no group)."""
+
+    def open_group(self, owner: int) -> OpenGroup | None:
+        """The unfinished group of a KV source."""
+
+    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
+        """Stores the group left open after this step."""
+
+    def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
+        """Appends this step's compressed ids; returns history and new ids, int32 [batch, ngram - 1 + time]."""
+
+    def write_draft_window(self, layer: int, new: jax.Array) -> None:
+        """Stores draft context keys of the new tokens. new: [batch, time, head_dim]."""
 
 
 @struct.dataclass
@@ -127,16 +192,40 @@ def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
     )
 
 
-class CacheView:
-    """One step's reads and writes on a dense cache; every write is visible to later reads of the same step.
+@dataclasses.dataclass(frozen=True)
+class DenseIndexKeys:
+    """`IndexKeys` that lie in order. keys: [batch, count, index_dim]."""
 
-    Attributes:
-        start: position of each row's first new token. int32 [batch].
-        lengths: new tokens of each row. int32 [batch].
-        positions: of each new token, -1 for padding. int32 [batch, time].
+    keys: jax.Array
+    block = 1
+
+    @property
+    def count(self) -> int:
+        return self.keys.shape[1]
+
+    def part(self, first: jax.Array, size: int) -> jax.Array:
+        if size == self.count:
+            return self.keys
+        return jnp.take(self.keys, first + jnp.arange(size), axis=1, mode="clip")
+
+
+class CacheView:
+    """`View` of a dense cache.
+
+    in_order: window keys always come in order of position, also in steps of one token.
     """
 
-    def __init__(self, cache: Cache, lengths: jax.Array, time: int, config: ModelConfig, arith: Arithmetic) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        lengths: jax.Array,
+        time: int,
+        config: ModelConfig,
+        arith: Arithmetic,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        self._in_order = in_order
         self._cache = cache
         self._arith = arith
         self._window = config.text.sliding_window
@@ -154,24 +243,14 @@ class CacheView:
         self._time = time
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
-        """Writes the new keys of a layer and returns the keys that its rows may see.
-
-        Args:
-            new: [batch, time, head_dim].
-
-        Returns:
-            keys [batch, slots, head_dim], their positions int32 [batch, slots] (−1: none), and whether they lie as
-            [previous window | new tokens] (`banded` of `sparse_attention`).
-        """
         ring = self._windows[layer]
         self._windows[layer] = self._write_ring(ring, new)
-        if self._time == 1:
+        if self._time == 1 and not self._in_order:
             # The one new key takes the slot of the only key that it pushes out of the window.
-            return self._windows[layer], self._ring_positions(self.start + self.lengths), False
-        return self._in_order(ring, new), self._ordered_positions(), True
+            return self._windows[layer], ring_positions(self.start + self.lengths, self._window), False
+        return *ordered_window(ring, new, self.start, self.positions), True
 
     def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
-        """Quantises and stores completed groups of a KV source. entries, index_keys: [batch, groups, dim]."""
         source = self._owners.index(owner)
         capacity = self._index_keys[source].shape[1]
         rows = jnp.arange(groups.numbers.shape[0])[:, None]
@@ -192,23 +271,18 @@ class CacheView:
         self._index_keys[source] = self._index_keys[source].at[rows, slots].set(index_keys, mode="drop")
 
     def entries(self, owner: int) -> jax.Array | PackedEntries:
-        """All compressed entries of a KV source; which of them exist follows from positions alone."""
         return self._entries[self._owners.index(owner)]
 
-    def index_keys(self, owner: int) -> jax.Array:
-        """All index keys of a KV source (T1: the owner's, also on steps that complete no group)."""
-        return self._index_keys[self._owners.index(owner)]
+    def index_keys(self, owner: int) -> DenseIndexKeys:
+        return DenseIndexKeys(self._index_keys[self._owners.index(owner)])
 
     def open_group(self, owner: int) -> OpenGroup | None:
-        """The unfinished group of a KV source."""
         return self._open_groups[self._owners.index(owner)]
 
     def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
-        """Stores the group left open after this step."""
         self._open_groups[self._owners.index(owner)] = group
 
     def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
-        """Appends this step's compressed ids; returns history and new ids, int32 [batch, ngram - 1 + time]."""
         assert self._ngrams is not None
         together = jnp.concatenate([self._ngrams, compressed], axis=1)
         last = self.lengths[:, None] + jnp.arange(self._ngrams.shape[1], dtype=jnp.int32)
@@ -216,7 +290,6 @@ class CacheView:
         return together
 
     def write_draft_window(self, layer: int, new: jax.Array) -> None:
-        """Stores draft context keys of the new tokens. new: [batch, time, head_dim]."""
         self._draft_windows[layer] = self._write_ring(self._draft_windows[layer], new)
 
     def finish(self) -> Cache:
@@ -232,24 +305,14 @@ class CacheView:
             draft_windows=tuple(self._draft_windows),
         )
 
-    def _ring_positions(self, end: jax.Array) -> jax.Array:
-        return ring_positions(end, self._window)
-
     def _write_ring(self, ring: jax.Array, new: jax.Array) -> jax.Array:
         if self._time == 1:
             slot = jnp.where(self.lengths > 0, self.start % self._window, self._window)
             return ring.at[jnp.arange(ring.shape[0]), slot].set(new[:, 0], mode="drop")
-        offset = self._ring_positions(self.start + self.lengths) - self.start[:, None]  # of each slot's newest token
+        # Of each slot's newest token.
+        offset = ring_positions(self.start + self.lengths, self._window) - self.start[:, None]
         taken = jnp.take_along_axis(new, jnp.clip(offset, 0, self._time - 1)[..., None], axis=1)
         return jnp.where((offset >= 0)[..., None], taken, ring)
-
-    def _in_order(self, ring: jax.Array, new: jax.Array) -> jax.Array:
-        slots = (self.start[:, None] + jnp.arange(self._window, dtype=jnp.int32)) % self._window
-        return jnp.concatenate([jnp.take_along_axis(ring, slots[..., None], axis=1), new], axis=1)
-
-    def _ordered_positions(self) -> jax.Array:
-        before = self.start[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
-        return jnp.concatenate([jnp.maximum(before, -1), self.positions], axis=1)
 
 
 def ring_positions(end: jax.Array, window: int) -> jax.Array:
@@ -260,3 +323,17 @@ def ring_positions(end: jax.Array, window: int) -> jax.Array:
     last = end[:, None] - 1
     newest = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
     return jnp.maximum(newest, -1)
+
+
+def ordered_window(
+    ring: jax.Array, new: jax.Array, start: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """[previous window | new keys] in order of position, and their positions (−1: none).
+
+    ring: [batch, window, dim] before this step; new: [batch, time, dim]; start: int32 [batch], of the first new one;
+    positions: int32 [batch, time], −1 for padding -> [batch, window + time, dim], int32 [batch, window + time].
+    """
+    window = ring.shape[1]
+    before = start[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    keys = jnp.concatenate([jnp.take_along_axis(ring, (before % window)[..., None], axis=1), new], axis=1)
+    return keys, jnp.concatenate([jnp.maximum(before, -1), positions], axis=1)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.cache import CacheView
+from deepinfer_jax.cache import View
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import batched_matmul
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
-from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attention
+from deepinfer_jax.kernels.sparse_attention import Entries, sparse_attention
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.compressor import compress, entries_and_index_keys
 from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
@@ -49,14 +49,14 @@ class Step:
 
     text: TextConfig
     arith: Arithmetic
-    view: CacheView
+    view: View
     rotations: dict[bool, Rotation]
     published: Published
     probe: Probe
     kernels: KernelChoice
 
     @classmethod
-    def start(cls, text: TextConfig, arith: Arithmetic, view: CacheView, probe: Probe, kernels: KernelChoice) -> "Step":
+    def start(cls, text: TextConfig, arith: Arithmetic, view: View, probe: Probe, kernels: KernelChoice) -> "Step":
         rotations = {kind: rotation(text, view.positions, compressed=kind) for kind in (False, True)}
         return cls(text, arith, view, rotations, Published(), probe, kernels)
 
@@ -109,7 +109,7 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
     by = step.rotations[plan.ratio > 0]
     latent, query = query_projection(x, params, by, text, arith)
     keys, positions, banded = view.window(plan.index, window_keys(x, params, by, text, arith))
-    entries: jax.Array | PackedEntries | None = None
+    entries: Entries | None = None
     picks: jax.Array | None = None
     if plan.kv_owner is not None:
         if plan.is_kv_source:

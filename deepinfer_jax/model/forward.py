@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.cache import Cache, CacheView, init_cache
+from deepinfer_jax.arithmetic import Arithmetic, arithmetic
+from deepinfer_jax.cache import Cache, CacheView, View, init_cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
@@ -136,14 +136,39 @@ def _forward(
     return_logits: bool,
     kernels: KernelChoice,
 ) -> ForwardOutput:
-    text, arith = config.text, arithmetic(config, precision)
     batch, time = tokens.shape
+    arith = arithmetic(config, precision)
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
     before = init_cache(config, batch, time, precision=precision) if cache is None else cache
     view = CacheView(before, lengths, time, config, arith)
-    valid = view.positions >= 0
     probe = Probe(captures, edits)
+    hidden = hidden_states(
+        params, tokens, view, config, arith, probe, kernels, token_types=token_types, image_embeds=image_embeds
+    )
+    overflow = (view.start + lengths > before.max_length)[:, None, None]
+    hidden = jnp.where(overflow, jnp.nan, hidden)
+    logits = compute_logits(params, hidden) if return_logits else None
+    return ForwardOutput(logits, hidden, None if cache is None else view.finish(), probe.captured)
 
+
+def hidden_states(
+    params: Params,
+    tokens: jax.Array,
+    view: View,
+    config: ModelConfig,
+    arith: Arithmetic,
+    probe: Probe,
+    kernels: KernelChoice,
+    *,
+    token_types: jax.Array | None = None,
+    image_embeds: jax.Array | None = None,
+) -> jax.Array:
+    """Runs the new tokens int32 [batch, time] of the view's rows through the model and into the view's cache.
+
+    Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing.
+    """
+    text = config.text
+    valid = view.positions >= 0
     image_mask = None if token_types is None else (token_types >= 0) & valid
     embedded = embed_tokens(tokens, params, arith)
     if token_types is not None and params.vision is not None:
@@ -184,8 +209,4 @@ def _forward(
         gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
         store_context(gathered, params.draft, step)
 
-    hidden = probe("final_norm", rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps))
-    overflow = (view.start + lengths > before.max_length)[:, None, None]
-    hidden = jnp.where(overflow, jnp.nan, hidden)
-    logits = compute_logits(params, hidden) if return_logits else None
-    return ForwardOutput(logits, hidden, None if cache is None else view.finish(), probe.captured)
+    return probe("final_norm", rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps))

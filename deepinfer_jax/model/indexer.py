@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax.arithmetic import Arithmetic
+from deepinfer_jax.cache import IndexKeys
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
@@ -16,13 +17,13 @@ from deepinfer_jax.kernels.tiling import join_time, split_time
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 
-_TILE_BYTES = 1 << 23  # of fp32 products per tile of query rows
+_TILE_BYTES = 1 << 23  # of fp32 products per tile of query rows and keys
 
 
 def index_scores(
     query_latent: jax.Array,
     x: jax.Array,
-    index_keys: jax.Array,
+    index_keys: IndexKeys,
     visible: jax.Array,
     params: Indexer,
     by: Rotation,
@@ -37,29 +38,42 @@ def index_scores(
     Args:
         query_latent: normed q-lora vector. [batch, time, q_lora].
         x: normed input of the layer. [batch, time, hidden].
-        index_keys: [batch, entries, index_dim].
+        index_keys: of the KV owner, `entries` places.
         visible: entries visible to each query, a count. int32 [batch, time].
 
     Returns:
         [batch, time, entries] in the arithmetic's dtype.
     """
     batch, time, _ = x.shape
-    heads, dim, entries = text.index_n_heads, text.index_head_dim, index_keys.shape[1]
+    heads, dim, entries = text.index_n_heads, text.index_head_dim, index_keys.count
     query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
     query = rotate(query.reshape(batch, time, heads, dim), by.heads())
     if arith.quantize_cache:
         query = fake_quant_fp4_index(query)
     weights = arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
 
-    def tile(query: jax.Array, weights: jax.Array, visible: jax.Array) -> jax.Array:
-        size = query.shape[1]
-        products = dot(query.reshape(batch, size * heads, dim), index_keys, (((2,), (2,)), ((0,), (0,))))
-        products = arith.round(products).reshape(batch, size, heads, entries)
-        terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
-        scores = arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
-        return jnp.where(jnp.arange(entries) < visible[..., None], scores, -jnp.inf)
+    def scores_of(keys: jax.Array) -> jax.Array:
+        """[batch, time, keys] of keys [batch, keys, index_dim]."""
 
-    return _map_time(tile, (query, weights, visible), batch * heads * entries * 4)
+        def tile(query: jax.Array, weights: jax.Array) -> jax.Array:
+            size = query.shape[1]
+            products = dot(query.reshape(batch, size * heads, dim), keys, (((2,), (2,)), ((0,), (0,))))
+            products = arith.round(products).reshape(batch, size, heads, keys.shape[1])
+            terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
+            return arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
+
+        return _map_time(tile, (query, weights), batch * heads * keys.shape[1] * 4)
+
+    # Tiles of keys too, so that neither products nor keys of all entries of a long context exist at once.
+    blocks = _TILE_BYTES // (batch * heads * index_keys.block * 4) if entries else 0
+    size = max(1, blocks) * index_keys.block
+    if size >= entries:
+        scores = scores_of(index_keys.part(jnp.int32(0), entries))
+    else:
+        tiles = math.ceil(entries / size)
+        parts = lax.map(lambda number: scores_of(index_keys.part(number * size, size)), jnp.arange(tiles))
+        scores = jnp.moveaxis(parts, 0, 2).reshape(batch, time, tiles * size)[..., :entries]
+    return jnp.where(jnp.arange(entries) < visible[..., None], scores, -jnp.inf)
 
 
 def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int) -> jax.Array:

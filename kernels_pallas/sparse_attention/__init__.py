@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from deepinfer_jax.kernels.choice import KernelChoice
 
 from . import triton
-from .entries import Entries, PackedEntries, entry_count
+from .entries import Entries, PackedEntries, PagedEntries, entry_count
 from .reference import sparse_attention_reference
 
-__all__ = ["PackedEntries", "sparse_attention"]
+__all__ = ["Entries", "PackedEntries", "PagedEntries", "sparse_attention"]
 
 
 def sparse_attention(
@@ -40,7 +40,8 @@ def sparse_attention(
         query: [batch, time, heads, dim], bfloat16 or float32, already rotated.
         window: [batch, slots, dim], dtype of `query`: the window KV, already dequantised, in any order.
         window_positions: int32 [batch, slots]: position of each window key, -1 for an empty slot.
-        entries: compressed KV: None, or [batch, entries, dim] of the dtype of `query`, or `PackedEntries`.
+        entries: compressed KV: None, or [batch, entries, dim] of the dtype of `query`, or `PackedEntries`, or either
+            in pages (`PagedEntries`).
         picks: int32 [batch, time, k]: the entries of each row, distinct, -1 for none. None without entries.
         horizon: int32 [batch, time]: the row sees window positions in (horizon − sliding_window, horizon];
             -1 for a padding row, whose result is 0.
@@ -106,14 +107,19 @@ def _check(
     if (entries is None) != (picks is None):
         raise ValueError("sparse_attention: entries and picks come together: pass both or neither")
     if entries is not None and picks is not None:
-        count = entry_count(entries)
         expected.append(("picks", picks, (batch, time, picks.shape[-1]), jnp.dtype(jnp.int32)))
-        if isinstance(entries, PackedEntries):
+        stored: Entries = entries
+        lead: tuple[int, ...] = (batch, entry_count(entries))
+        if isinstance(entries, PagedEntries):
+            stored, lead = entries.pages, jax.tree.leaves(entries.pages)[0].shape[:3]
+            rows = (lead[0], batch // lead[0], entries.tables.shape[-1])
+            expected.append(("entries.tables", entries.tables, rows, jnp.dtype(jnp.int32)))
+        if isinstance(stored, PackedEntries):
             byte = jnp.dtype(jnp.uint8)
-            expected.append(("entries.codes", entries.codes, (batch, count, dim // 2), byte))
-            expected.append(("entries.scales", entries.scales, (batch, count, dim // 16), byte))
-        else:
-            expected.append(("entries", entries, (batch, count, dim), query.dtype))
+            expected.append(("entries.codes", stored.codes, (*lead, dim // 2), byte))
+            expected.append(("entries.scales", stored.scales, (*lead, dim // 16), byte))
+        elif isinstance(stored, jax.Array):
+            expected.append(("entries", stored, (*lead, dim), query.dtype))
     for name, array, shape, dtype in expected:
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

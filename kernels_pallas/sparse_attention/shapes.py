@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .entries import PackedEntries
+from .entries import PackedEntries, PagedEntries
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Shape:
         packed: entries are packed FP4, else of the query's dtype.
         dtype: "bfloat16" or "float32".
         banded: window keys stand in position order, as in a prefill.
+        page: entries of one page, a divisor of `entries`; 0: entries lie in order, per sequence.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Shape:
     packed: bool = True
     dtype: str = "bfloat16"
     banded: bool = False
+    page: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,6 +51,13 @@ class Shape:
             "banded": self.banded,
         }
 
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """Leading axes of the stored entries; one pool holds the pages of all sequences."""
+        if self.page:
+            return 1, self.batch * self.entries // self.page, self.page
+        return self.batch, self.entries
+
     def abstract_arguments(self) -> tuple[Any, ...]:
         """The positional arguments of `sparse_attention` as `jax.ShapeDtypeStruct`s; nothing is allocated."""
         dtype = jnp.dtype(self.dtype)
@@ -57,11 +66,14 @@ class Shape:
         if self.entries:
             picks = jax.ShapeDtypeStruct((self.batch, self.time, self.k), jnp.int32)
             if self.packed:
-                codes: Any = jax.ShapeDtypeStruct((self.batch, self.entries, self.dim // 2), jnp.uint8)
-                scales: Any = jax.ShapeDtypeStruct((self.batch, self.entries, self.dim // 16), jnp.uint8)
+                codes: Any = jax.ShapeDtypeStruct((*self._lead, self.dim // 2), jnp.uint8)
+                scales: Any = jax.ShapeDtypeStruct((*self._lead, self.dim // 16), jnp.uint8)
                 entries = PackedEntries(codes, scales)
             else:
-                entries = jax.ShapeDtypeStruct((self.batch, self.entries, self.dim), dtype)
+                entries = jax.ShapeDtypeStruct((*self._lead, self.dim), dtype)
+            if self.page:
+                tables: Any = jax.ShapeDtypeStruct((1, self.batch, self.entries // self.page), jnp.int32)
+                entries = PagedEntries(entries, tables)
         return (
             jax.ShapeDtypeStruct((self.batch, self.time, self.heads, self.dim), dtype),
             jax.ShapeDtypeStruct((self.batch, self.window_slots, self.dim), dtype),
@@ -96,12 +108,15 @@ class Shape:
                 row[:used] = np.sort(rng.choice(self.entries, used, replace=False))
             picks = jnp.asarray(numbers)
             if self.packed:
-                codes = rng.integers(0, 256, (self.batch, self.entries, self.dim // 2), np.uint8)
+                codes = rng.integers(0, 256, (*self._lead, self.dim // 2), np.uint8)
                 # e4m3 bits 0x28…0x37: scales between 1/4 and 1, so that values look like a normalised latent's
-                scales = rng.integers(0x28, 0x38, (self.batch, self.entries, self.dim // 16), np.uint8)
+                scales = rng.integers(0x28, 0x38, (*self._lead, self.dim // 16), np.uint8)
                 entries = PackedEntries(jnp.asarray(codes), jnp.asarray(scales))
             else:
-                entries = normal(self.batch, self.entries, self.dim)
+                entries = normal(*self._lead, self.dim)
+            if self.page:
+                pages = rng.permutation(self.batch * self.entries // self.page).reshape(1, self.batch, -1)
+                entries = PagedEntries(entries, jnp.asarray(pages, jnp.int32))
         return (
             normal(self.batch, self.time, self.heads, self.dim),
             normal(self.batch, self.window_slots, self.dim),
@@ -119,6 +134,7 @@ RELEASED_DECODE = (
     Shape("decode 64", 64, 1, 64, 512, 128, 134, 8_192, 512),
     Shape("verify 16x6", 16, 6, 64, 512, 128, 134, 65_536, 512),
     Shape("decode 1M", 1, 1, 64, 512, 128, 134, 1_048_576, 512),
+    Shape("decode 64, pages", 64, 1, 64, 512, 128, 134, 8_192, 512, page=64),
     Shape("decode, window only", 64, 1, 64, 512, 128, 134, 0, 0),
     Shape("decode 64, float", 64, 1, 64, 512, 128, 134, 8_192, 512, packed=False),
     Shape("decode 64, float32", 64, 1, 64, 512, 128, 134, 8_192, 512, dtype="float32"),
@@ -127,6 +143,7 @@ RELEASED_DECODE = (
 # Small models whose decode and prefill the tests and the CPU benchmark run: tests/golden and benchmarks/mid.json.
 SMALL = (
     Shape("golden A decode", 2, 1, 4, 64, 16, 16, 40, 8, dtype="float32"),
+    Shape("golden A decode, pages", 2, 1, 4, 64, 16, 16, 40, 8, dtype="float32", page=4),
     Shape("golden B verify", 2, 3, 6, 32, 12, 18, 29, 6, dtype="float32"),
     Shape("golden A prefill", 1, 64, 4, 64, 16, 80, 64, 8, packed=False, dtype="float32", banded=True),
     Shape("mid decode", 8, 1, 8, 128, 128, 134, 512, 128, dtype="float32"),

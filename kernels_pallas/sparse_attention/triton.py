@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from deepinfer_jax.kernels import _backend as backend
 from deepinfer_jax.kernels.formats import FP4_KV_GROUP
 
-from .entries import Entries, PackedEntries
+from .entries import Entries, PackedEntries, PagedEntries, flat_pages, physical_entries
 from .reference import LOGIT_FLOOR, SINK_CEILING
 
 BLOCK_HEADS = 16  # the smallest tensor-core tile; a released layer has four such blocks
@@ -36,8 +36,9 @@ def refusal(query: jax.Array, entries: Entries | None) -> str | None:
     dim = query.shape[-1]
     if dim < 32 or dim & (dim - 1):
         return f"head dim {dim} is not a power of two of at least 32"
-    if isinstance(entries, PackedEntries) and entries.codes.size in WRAPPING_BYTES:
-        return f"offsets into {entries.codes.size} bytes of packed entries would wrap in 32 bits"
+    stored = entries.pages if isinstance(entries, PagedEntries) else entries
+    if isinstance(stored, PackedEntries) and stored.codes.size in WRAPPING_BYTES:
+        return f"offsets into {stored.codes.size} bytes of packed entries would wrap in 32 bits"
     return None
 
 
@@ -57,6 +58,8 @@ def sparse_attention_triton(
 ) -> jax.Array:
     """`sparse_attention` (see the package) for shapes that `refusal` accepts; not differentiable."""
     batch, time, heads, _ = query.shape
+    if isinstance(entries, PagedEntries) and picks is not None:
+        picks, entries = physical_entries(entries, picks), jax.tree.map(flat_pages, entries.pages)
     kernel = functools.partial(
         _kernel,
         time=time,
@@ -137,8 +140,9 @@ def _kernel(
         picks = backend.load(picks_ref.at[sequence, step, places], mask=real, other=-1)
         visible = (picks >= 0) & (picks < entry_refs[0].shape[1])
         read: Callable[..., jax.Array] = _load_packed if packed else backend.load_rows
+        pool = sequence // (query_ref.shape[0] // entry_refs[0].shape[0])  # pages serve several sequences
         keys = [
-            read(*entry_refs, lead=(sequence,), rows=picks, real=visible, columns=channels).astype(query_ref.dtype)
+            read(*entry_refs, lead=(pool,), rows=picks, real=visible, columns=channels).astype(query_ref.dtype)
             for channels in parts
         ]
         return add_block(state, keys, visible)

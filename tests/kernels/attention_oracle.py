@@ -16,6 +16,20 @@ def unpack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values * np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=-1)
 
 
+def in_order(entries: Any) -> Any:
+    """Paged entries, page by page, as dense ones of every row."""
+    tables = np.asarray(entries.tables)
+    data, rows, _ = tables.shape
+
+    def rows_of(pool: np.ndarray) -> np.ndarray:
+        parts = [np.concatenate([pool[d, page] for page in tables[d, row]]) for d in range(data) for row in range(rows)]
+        return np.stack(parts)
+
+    if isinstance(entries.pages, tuple):
+        return type(entries.pages)(*(rows_of(np.asarray(pool)) for pool in entries.pages))
+    return rows_of(np.asarray(entries.pages))
+
+
 def brute_force(
     arguments: tuple[Any, ...],
     *,
@@ -29,6 +43,8 @@ def brute_force(
     query, window, positions, entries, picks, horizon, sink = arguments
     query, window, sink = (np.asarray(a).astype(np.float64) for a in (query, window, sink))
     positions, horizon = np.asarray(positions), np.asarray(horizon)
+    if hasattr(entries, "tables"):
+        entries = in_order(entries)
     if entries is not None:
         packed = isinstance(entries, tuple)
         entries = unpack(*map(np.asarray, entries)) if packed else np.asarray(entries).astype(np.float64)

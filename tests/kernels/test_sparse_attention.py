@@ -23,7 +23,9 @@ CHOICES = {"reference": KernelChoice(), "triton": KernelChoice(sparse_attention=
 TINY = Shape("tiny", 2, 3, 6, 32, 5, 8, 9, 4, dtype="float32")
 WIDE = Shape("wide", 1, 2, 4, 512, 8, 10, 12, 5)
 LONG = Shape("long", 1, 1, 3, 64, 40, 46, 200, 70)
-SHAPES = [TINY, WIDE, LONG, *SMALL[:2]]
+PAGES = replace(TINY, name="pages", page=3)
+PAGES_IN_ORDER = replace(TINY, name="pages, no more than k", entries=4, page=2)
+SHAPES = [TINY, WIDE, LONG, PAGES, PAGES_IN_ORDER, *SMALL[:3]]
 
 # float32: dots of at most 512 terms and exp of logits of a few units, 1e-7 relative each.
 FLOAT32_ERROR = 5e-6

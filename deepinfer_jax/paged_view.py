@@ -1,0 +1,198 @@
+"""One step's reads and writes on the paged cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from deepinfer_jax.arithmetic import Arithmetic
+from deepinfer_jax.cache import DEAD, Groups, OpenGroup, ordered_window, ring_positions
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.kernels.formats import (
+    fake_quant_fp4_index,
+    fake_quant_fp4_kv,
+    pack_fp4_index,
+    pack_fp4_kv,
+    pack_fp8,
+    unpack_fp4_index,
+    unpack_fp8,
+)
+from deepinfer_jax.kernels.sparse_attention import PackedEntries, PagedEntries
+from deepinfer_jax.kernels.sparse_attention.entries import gather_pages
+from deepinfer_jax.paged_cache import PackedIndexKeys, PackedWindow, PagedCache
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedIndexKeys:
+    """`IndexKeys` in blocks, found through block tables; batch = data · rows.
+
+    Attributes:
+        pages: [data, blocks, entries per block, index_dim], or `PackedIndexKeys`.
+        tables: int32 [data, rows, width].
+        dtype: of the keys that are handed out.
+    """
+
+    pages: Any
+    tables: jax.Array
+    dtype: DTypeLike
+
+    @property
+    def block(self) -> int:
+        return jax.tree.leaves(self.pages)[0].shape[2]
+
+    @property
+    def count(self) -> int:
+        return self.tables.shape[2] * self.block
+
+    def part(self, first: jax.Array, size: int) -> jax.Array:
+        columns = first // self.block + jnp.arange(size // self.block)
+        blocks = jnp.take(self.tables, columns, axis=2, mode="clip")
+        pages = jax.tree.map(lambda array: gather_pages(array, blocks), self.pages)
+        keys = unpack_fp4_index(*pages, self.dtype) if isinstance(pages, PackedIndexKeys) else pages
+        return keys.reshape(-1, size, keys.shape[-1])
+
+
+class PagedView:
+    """`View` of the pools. The rows of a step are those of all data indices one after another, batch = data · rows.
+
+    An idle row has no tokens and a slot out of range.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        tables: jax.Array,
+        slots: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        time: int,
+        config: ModelConfig,
+        arith: Arithmetic,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """tables: int32 [data, rows, width]; slots, starts, lengths: int32 [data, rows].
+
+        in_order: window keys always come in order of position, also in steps of one token.
+        """
+        self._tables = tables
+        self._slots = slots
+        self._arith = arith
+        self._window = config.text.sliding_window
+        self._owners = config.text.kv_source_layer_ids
+        self._time = time
+        self._in_order = in_order
+        self._entries = list(cache.entries)
+        self._index_keys = list(cache.index_keys)
+        self._windows = list(cache.windows)
+        self._open_groups = list(cache.open_groups)
+        self._ngrams = cache.ngrams
+        self._draft_windows = list(cache.draft_windows)
+        self.start = starts.reshape(-1)
+        self.lengths = lengths.reshape(-1)
+        offsets = jnp.arange(time, dtype=jnp.int32)
+        self.positions = jnp.where(offsets < self.lengths[:, None], self.start[:, None] + offsets, -1)
+
+    def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
+        if self._time == 1 and not self._in_order:
+            # The one new key takes the place of the only key that it pushes out of the window.
+            ring = self._windows[layer] = self._write_ring(self._windows[layer], new)
+            return self._read_ring(ring), ring_positions(self.start + self.lengths, self._window), False
+        keys, positions = ordered_window(self._read_ring(self._windows[layer]), new, self.start, self.positions)
+        self._windows[layer] = self._write_ring(self._windows[layer], new)
+        return keys, positions, True
+
+    def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
+        source = self._owners.index(owner)
+        pages = self._index_keys[source]
+        blocks, size = jax.tree.leaves(pages)[0].shape[1:3]
+        column = groups.numbers // size
+        block = jnp.take_along_axis(self._tables.reshape(len(column), -1), column, axis=1, mode="clip")
+        # An unfinished group goes out of range and is dropped; a negative index would wrap (A19).
+        block = jnp.where(groups.complete, block, blocks)
+        stored: Any = entries
+        keys: Any = index_keys
+        if isinstance(pages, PackedIndexKeys):
+            stored, keys = PackedEntries(*pack_fp4_kv(entries)), PackedIndexKeys(*pack_fp4_index(index_keys))
+        elif self._arith.quantize_cache:
+            stored, keys = fake_quant_fp4_kv(entries), fake_quant_fp4_index(index_keys)
+        place = groups.numbers % size
+        self._entries[source] = self._scatter(self._entries[source], block, place, stored)
+        self._index_keys[source] = self._scatter(pages, block, place, keys)
+
+    def entries(self, owner: int) -> PagedEntries:
+        return PagedEntries(self._entries[self._owners.index(owner)], self._tables)
+
+    def index_keys(self, owner: int) -> PagedIndexKeys:
+        return PagedIndexKeys(self._index_keys[self._owners.index(owner)], self._tables, self._arith.dtype)
+
+    def open_group(self, owner: int) -> OpenGroup | None:
+        return jax.tree.map(self._slot_rows, self._open_groups[self._owners.index(owner)])
+
+    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
+        source = self._owners.index(owner)
+        self._open_groups[source] = jax.tree.map(self._write_slots, self._open_groups[source], group)
+
+    def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
+        history = self._slot_rows(self._ngrams)  # of the slot's last owner, if the row starts here
+        reach = history.shape[1]
+        before = self.start[:, None] - reach + jnp.arange(reach, dtype=jnp.int32)
+        together = jnp.concatenate([jnp.where(before >= 0, history, DEAD), compressed], axis=1)
+        last = self.lengths[:, None] + jnp.arange(reach, dtype=jnp.int32)
+        self._ngrams = self._write_slots(self._ngrams, jnp.take_along_axis(together, last, axis=1))
+        return together
+
+    def write_draft_window(self, layer: int, new: jax.Array) -> None:
+        self._draft_windows[layer] = self._write_ring(self._draft_windows[layer], new)
+
+    def finish(self) -> PagedCache:
+        """The pools after this step."""
+        return PagedCache(
+            entries=tuple(self._entries),
+            index_keys=tuple(self._index_keys),
+            windows=tuple(self._windows),
+            open_groups=tuple(self._open_groups),
+            ngrams=self._ngrams,
+            draft_windows=tuple(self._draft_windows),
+        )
+
+    def _read_ring(self, ring: Any) -> jax.Array:
+        """[batch, window, head_dim] of the arithmetic's dtype."""
+        rows = jax.tree.map(self._slot_rows, ring)
+        return unpack_fp8(*rows, self._arith.dtype) if isinstance(rows, PackedWindow) else rows
+
+    def _write_ring(self, ring: Any, new: jax.Array) -> Any:
+        """The last `window` of the new keys, [batch, time, head_dim], quantised already: packing them is exact."""
+        slots, window = jax.tree.leaves(ring)[0].shape[1:3]
+        offsets = jnp.arange(self._time, dtype=jnp.int32)
+        lasting = (offsets < self.lengths[:, None]) & (offsets >= self.lengths[:, None] - window)
+        slot = jnp.where(lasting, self._slots.reshape(-1)[:, None], slots)
+        stored = PackedWindow(*pack_fp8(new)) if isinstance(ring, PackedWindow) else new
+        return self._scatter(ring, slot, self.positions % window, stored)
+
+    def _slot_rows(self, array: jax.Array) -> jax.Array:
+        """The rows' slots of array [data, slots, ...] -> [batch, ...]."""
+        rows = jax.vmap(lambda pool, slots: pool.at[slots].get(mode="clip"))(array, self._slots)
+        return rows.reshape(-1, *array.shape[2:])
+
+    def _write_slots(self, array: jax.Array, rows: jax.Array) -> jax.Array:
+        """array [data, slots, ...] with the rows' slots replaced by rows [batch, ...]."""
+        rows = rows.reshape(*self._slots.shape, *rows.shape[1:])
+        return jax.vmap(lambda pool, slots, new: pool.at[slots].set(new, mode="drop"))(array, self._slots, rows)
+
+    def _scatter(self, pools: Any, first: jax.Array, second: jax.Array, values: Any) -> Any:
+        """pools [data, n, m, ...] with values [batch, k, ...] at [first, second], int32 [batch, k]; n drops."""
+        data = self._slots.shape[0]
+
+        def split(array: jax.Array) -> jax.Array:
+            return array.reshape(data, -1, *array.shape[2:])
+
+        def put(pool: jax.Array, i: jax.Array, j: jax.Array, new: jax.Array) -> jax.Array:
+            return pool.at[i, j].set(new, mode="drop")
+
+        def write(pool: jax.Array, value: jax.Array) -> jax.Array:
+            return jax.vmap(put)(pool, split(first), split(second), split(value))
+
+        return jax.tree.map(write, pools, values)
