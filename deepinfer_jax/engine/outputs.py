@@ -1,19 +1,22 @@
 """What the engine gives back: one object per emitted token (DB §1.6)."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """One emitted token of a request; names and meanings are DeepInfer's (DB §1.6).
+
+    The object and its lists belong to the caller: the engine keeps no reference and reuses none.
 
     Attributes:
         request_id: the caller's name of the request.
         prompt_len: tokens of the prompt.
         token_id: the emitted token. A request that ended without one repeats its last token; -1 if it has none.
         finish_reason: "" unless this is the last output of a finished request (DB §1.7), then "stop", "length",
-            "abort", "prompt_length_exceeded"; ours are "logits_not_finite" and, from `LLM.generate(...,
-            on_invalid="report")`, "invalid_prompt".
+            "abort", "prompt_length_exceeded", "insufficient_system_resource" (preempted and not resumed); ours are
+            "logits_not_finite" and, from `LLM.generate(..., on_invalid="report")`, "invalid_prompt".
         finished: whether this is the request's last output.
         max_num_batched_tokens: the engine's constant.
         token_logprobs: log-probability of the token under the processed distribution (temperature, top-p, top-k),
@@ -23,8 +26,8 @@ class RequestOutput:
         top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long.
         num_output_tokens: output tokens up to this one, from 1.
         prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
-        draft_tok: rows verified in this step: drafts + 1, so 1; 0 if there was no step.
-        accept_tok: accepted drafts + 1, so 1; 0 if there was no step.
+        draft_tok: on the last output of a step, the rows verified in it: drafts + 1; else 0.
+        accept_tok: on the last output of a step, accepted drafts + 1; else 0.
         confidence_score: None: this version has no drafts.
         message: ours: a sentence if the request failed, else "".
     """
@@ -46,6 +49,16 @@ class RequestOutput:
     accept_tok: int = 0
     confidence_score: list[float] | None = None
     message: str = ""
+
+    def clone(self) -> "RequestOutput":
+        """An independent copy. DeepInfer's objects live in a pool and need it; here every output is the caller's."""
+        return dataclasses.replace(
+            self,
+            top_logprobs=list(self.top_logprobs),
+            top_token_ids=list(self.top_token_ids),
+            prompt_logprobs=list(self.prompt_logprobs),
+            confidence_score=None if self.confidence_score is None else list(self.confidence_score),
+        )
 
 
 def answer_ids(outputs: list[RequestOutput], *, strip_eos: bool = True) -> list[int]:

@@ -1,10 +1,17 @@
 """`EngineArgs`: names, defaults, derived sizes, refusals."""
 
+import dataclasses
 import logging
 
 import pytest
 
-from deepinfer_jax.engine.args import EngineArgs, EngineType
+from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
+
+
+def limits(model_len: int = 1_048_576, **kwargs: object) -> EngineLimits:
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    args = EngineArgs(model="m", **{k: v for k, v in kwargs.items() if k in fields})  # type: ignore[arg-type]
+    return args.limits(model_len, **{k: v for k, v in kwargs.items() if k not in fields})  # type: ignore[arg-type]
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:
@@ -14,25 +21,75 @@ def test_an_unknown_argument_names_the_nearest() -> None:
         EngineArgs.from_kwargs({"model": "m", "zzz": 3})
 
 
-def test_sizes_follow_from_the_model_and_the_arguments() -> None:
-    limits = EngineArgs(model="m").limits(max_position_embeddings=1_048_576)
-    assert (limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens) == (4096, 256, 4096)
-    assert limits.buckets == ((1, 128), (4, 128), (16, 128), (64, 64), (256, 16))
-    small = EngineArgs(model="m", max_num_seqs=3).limits(max_position_embeddings=64)
-    assert (small.max_model_len, small.buckets) == (64, ((1, 64), (3, 64)))
-    long = EngineArgs(model="m", max_model_len=9000, max_num_seqs=1).limits(max_position_embeddings=1_048_576)
-    assert (long.max_model_len, long.max_num_batched_tokens, long.buckets) == (9000, 9000, ((1, 128),))
+@pytest.mark.parametrize("name", ["ignore_len", "lookahead_tokens"])
+def test_an_argument_that_never_did_anything_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is no engine argument here: .*; leave it out"):
+        EngineArgs.from_kwargs({"model": "m", name: 0})
+
+
+def test_the_fields_are_deepinfers_in_its_order_then_ours() -> None:
+    """DB §1.2, without the two that are dead there."""
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    assert names == [
+        *("model", "served_model_name", "tokenizer", "trust_remote_code", "load_format", "seed", "max_model_len"),
+        *("data_parallel_size", "context_parallel_size", "expert_parallel_size", "engram_parallel_size"),
+        *("engine_rank", "engine_group_rank", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs"),
+        *("disable_log_stats", "revision", "tokenizer_revision", "stop_preempted_request", "engine_type"),
+        *("chunked_prefill", "tokens_per_block", "offline_inference"),
+        *("precision", "num_kv_blocks", "kv_cache_format"),
+    ]
+
+
+def test_the_longest_text_is_the_models_unless_memory_holds_less() -> None:
+    assert limits(64).max_model_len == 64
+    assert limits(1_048_576).max_model_len == 1_048_576
+    assert limits(1_048_576, max_len_in_memory=5000).max_model_len == 5000
+    assert limits(64, max_len_in_memory=5000).max_model_len == 64
+    assert limits(64, max_model_len=9).max_model_len == 9
+
+
+@pytest.mark.parametrize(
+    ("drafts", "overlapped", "runtime"), [(5, True, 4112), (5, False, 4106), (0, True, 4097), (0, False, 4096)]
+)
+def test_the_runtime_length_is_deepinfers(drafts: int, overlapped: bool, runtime: int) -> None:
+    """The vectors of DB §16."""
+    derived = limits(4096, num_drafts=drafts, zero_overhead_scheduling=overlapped, max_num_seqs=256)
+    assert derived.runtime_max_model_len == runtime
+
+
+def test_the_token_budget_follows_from_the_running_sequences() -> None:
+    assert limits(1_048_576).max_num_batched_tokens == 2048
+    assert limits(1_048_576, max_num_seqs=5000).max_num_batched_tokens == 5000
+    assert limits(1_048_576, max_num_seqs=500, num_drafts=5).max_num_batched_tokens == 3000
+    whole = limits(9000, chunked_prefill=False)
+    assert (whole.max_num_batched_tokens, whole.prompt_limit) == (9000, 9000)
+    assert limits(64, chunked_prefill=False).max_num_batched_tokens == 4096
+    assert limits(64, max_num_batched_tokens=256).max_num_batched_tokens == 256
+
+
+def test_each_data_index_has_its_share_of_slots_rounded_up() -> None:
+    derived = limits(100, data_parallel_size=3, max_num_seqs=7, tokens_per_block=16)
+    assert (derived.max_num_seqs, derived.seqs_per_index, derived.blocks_per_sequence) == (7, 3, 7)
+
+
+def test_sizes_left_to_the_engine_have_one_meaning() -> None:
+    args = EngineArgs(model="m", data_parallel_size=0, tokens_per_block=-1)
+    assert (args.data_parallel_size, args.tokens_per_block) == (1, 128)
+    both = EngineArgs(model="m", data_parallel_size=2, expert_parallel_size=4, engram_parallel_size=8)
+    assert both.num_devices == 8
 
 
 def test_a_context_beyond_the_models_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        EngineArgs(model="m", max_model_len=65).limits(max_position_embeddings=64)
+        limits(64, max_model_len=65)
     assert "65 exceeds the model's max_position_embeddings 64" in caplog.text
 
 
-def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) must be at least max_num_seqs \(8\)"):
-        EngineArgs(model="m", max_num_batched_tokens=7, max_num_seqs=8).limits(64)
+def test_a_budget_that_is_too_small_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(47\) must be .* = 8 × 6 = 48"):
+        limits(64, max_num_batched_tokens=47, max_num_seqs=8, num_drafts=5)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(63\) .* max_model_len \(64\) when chunked_prefill"):
+        limits(64, max_num_batched_tokens=63, max_num_seqs=8, chunked_prefill=False)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +104,17 @@ def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
         ("max_num_batched_tokens", 8.0),
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", 0),
-        ("expert_parallel_size", 2),
+        ("data_parallel_size", -1),
+        ("expert_parallel_size", 0),
+        ("context_parallel_size", 2),
+        ("engram_parallel_size", 2),
+        ("engine_rank", 1),
+        ("engine_group_rank", 1),
         ("engine_type", EngineType.COMPLETION),
+        ("tokens_per_block", 0),
+        ("tokens_per_block", 7),
+        ("num_kv_blocks", 0),
+        ("kv_cache_format", "fp8"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(field: str, value: object) -> None:
