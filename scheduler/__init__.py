@@ -1,12 +1,29 @@
 """Which rows run in the next step, and where their state lives. NumPy only: never jax, never the model.
 
 scheduler.add_sequence(Sequence(...))
-plan = scheduler.schedule()               # plain arrays
-scheduler.update(plan, sampled, finite)   # what the step gave
+plan = scheduler.schedule()                               # plain arrays: a prefill step, a decode step
+scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
 """
 
-from .plan import StepPlan
+from .block_manager import Allocation, BlockManager
+from .buckets import Bucket, BucketTable, bucket_table
+from .plan import DecodeStep, PrefillStep, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, Sequence, SequenceStatus
 
-__all__ = ["FINISH_REASONS", "Scheduler", "Sequence", "SequenceStatus", "StepPlan"]
+__all__ = [
+    "FINISH_REASONS",
+    "Allocation",
+    "BlockManager",
+    "Bucket",
+    "BucketTable",
+    "DecodeStep",
+    "PrefillStep",
+    "Scheduler",
+    "Sequence",
+    "SequenceStatus",
+    "StepPlan",
+    "blocks_for",
+    "blocks_per_decode",
+    "bucket_table",
+]

@@ -1,56 +1,102 @@
-"""What one engine step runs: plain NumPy data from the scheduler to the runner."""
+"""What one engine iteration runs: plain NumPy data from the scheduler to the runner.
 
-from dataclasses import dataclass
+Row i of every array belongs to sequences[i]; n is their number. `row` is its place in the step program's arrays,
+which have bucket.rows places for each data index; places that no sequence takes are idle. Arrays may be shared
+between plans and must not be written to.
+"""
+
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from .buckets import Bucket
 from .sequence import Sequence
 
+Int32Array = npt.NDArray[np.int32]
 
-@dataclass(frozen=True)
-class StepPlan:
-    """The rows of one step, in the order in which their sequences started.
+
+def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
+    """How many blocks hold so many tokens."""
+    return -(-num_tokens // tokens_per_block)
+
+
+def blocks_per_decode(tokens_per_block: int, num_drafts: int) -> int:
+    """The most blocks that a decode step adds to a block table, as it adds at most 1 + num_drafts tokens."""
+    return blocks_for(1 + num_drafts, tokens_per_block)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """One step of sequences whose prompt is computed: the last token and the drafts of each.
+
+    Where a sequence is in its text only the device knows while steps are in flight. Its block table then reaches as
+    far as any outcome of them can need. It stops at the longest text that the sequence may reach: rows of drafts
+    beyond that have no block, their writes must be dropped and their results mean nothing.
 
     Attributes:
-        sequences: the sequences of the rows; all arrays below have this length.
-        slots: int32 [rows], row of the cache.
-        num_new_tokens: int32 [rows], at least 1.
-        tokens: int32 [rows, max(num_new_tokens)], padded with 0 on the right.
-        resets: bool [rows], the row's slot must be emptied first (its first step).
-        completes: bool [rows], the step reaches the row's last token, so its sample counts.
-        cache_rows: how many rows the cache must have; fewer than before only if all rows reset.
-        chunk: the bound on num_new_tokens in a cache of that size.
-        ignored: sequences that finished without running (too long, aborted while waiting).
+        bucket: the program.
+        sequences: the rows, oldest first.
+        data_index, row, slots: int32 [n], where each is.
+        first_new_block: int32 [n], index in the sequence's block table of its first new block.
+        new_blocks: int32 [n, blocks_per_decode(...)], the blocks that the table has grown by, padded with -1.
+        dropped: sequences that lost their place since; `update` passes over their rows.
     """
 
-    sequences: tuple[Sequence, ...]
-    slots: npt.NDArray[np.int32]
-    num_new_tokens: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    resets: npt.NDArray[np.bool_]
+    bucket: Bucket
+    sequences: list[Sequence]
+    data_index: Int32Array
+    row: Int32Array
+    slots: Int32Array
+    first_new_block: Int32Array
+    new_blocks: Int32Array
+    dropped: set[Sequence] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillStep:
+    """One chunk each of sequences whose prompt (and output, after a preemption) is not yet in the cache.
+
+    Attributes:
+        bucket, sequences, data_index, row, slots, first_new_block, dropped: as in DecodeStep.
+        new_blocks: int32 [n, ceil(bucket.time / tokens_per_block)], padded with -1.
+        starts: int32 [n], tokens of the sequence that earlier chunks compute; 0 empties the slot.
+        num_new_tokens: int32 [n], at least 1.
+        tokens: int32 [n, bucket.time], padded with 0 on the right.
+        completes: bool [n], the chunk reaches the sequence's last token, so its sample counts.
+    """
+
+    bucket: Bucket
+    sequences: list[Sequence]
+    data_index: Int32Array
+    row: Int32Array
+    slots: Int32Array
+    first_new_block: Int32Array
+    new_blocks: Int32Array
+    starts: Int32Array
+    num_new_tokens: Int32Array
+    tokens: Int32Array
     completes: npt.NDArray[np.bool_]
-    cache_rows: int
-    chunk: int
+    dropped: set[Sequence] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What one iteration launches: the prefill step first, then the decode step.
+
+    No sequence and no block is in both steps.
+
+    Attributes:
+        prefill, decode: None where there is nothing to run.
+        ignored: sequences that finished without a token since the last plan: refused, aborted, or preempted and
+            stopped. Each is in one plan only.
+    """
+
+    prefill: PrefillStep | None
+    decode: DecodeStep | None
     ignored: tuple[Sequence, ...] = ()
 
-    @staticmethod
-    def of(scheduled: list[tuple[Sequence, int]], ignored: list[Sequence], *, rows: int, chunk: int) -> "StepPlan":
-        """The plan that advances each sequence by its count of tokens, in a cache of `rows` rows."""
-        counts = np.asarray([count for _, count in scheduled], np.int32)
-        tokens = np.zeros((len(scheduled), int(counts.max(initial=0))), np.int32)
-        for row, (sequence, count) in enumerate(scheduled):
-            tokens[row, :count] = sequence.next_tokens(count)
-        return StepPlan(
-            sequences=tuple(sequence for sequence, _ in scheduled),
-            slots=np.asarray([sequence.slot for sequence, _ in scheduled], np.int32),
-            num_new_tokens=counts,
-            tokens=tokens,
-            resets=np.asarray([sequence.num_tokens == 0 for sequence, _ in scheduled], np.bool_),
-            completes=np.asarray(
-                [sequence.num_tokens + count == len(sequence) for sequence, count in scheduled], np.bool_
-            ),
-            cache_rows=rows,
-            chunk=chunk,
-            ignored=tuple(ignored),
-        )
+    @property
+    def empty(self) -> bool:
+        """Nothing is to be launched."""
+        return self.prefill is None and self.decode is None

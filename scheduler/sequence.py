@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,9 @@ import numpy.typing as npt
 class SequenceStatus(IntEnum):
     """States of a sequence (DB §1.7, in DeepInfer's order; finished means >= FINISHED_STOPPED).
 
-    SWAPPED is never used, as in DeepInfer. FINISHED_FAILED is ours: DeepInfer ends the process when
-    the logits of one row are not finite (DB §15.2 trap 35).
+    WAITING lasts until the last chunk of the prompt is launched, as in DeepInfer; a waiting sequence may thus hold
+    blocks. SWAPPED is never used, as in DeepInfer. FINISHED_FAILED is ours: DeepInfer ends the process when the
+    logits of one row are not finite (DB §15.2 trap 35).
     """
 
     WAITING = 0
@@ -43,20 +45,32 @@ FINISH_REASONS = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """The tokens of one request and its progress (DB §5.1).
 
     Attributes:
         seq_id: unique over the engine's life.
         request_id: the caller's name of the request.
-        prompt_token_ids: int32 [prompt_len].
+        prompt_token_ids: int32 [prompt_len], prompt_len >= 1.
         max_tokens: output tokens after which it stops, at least 1.
         eos_id: the id that stops it, unless `ignore_eos`.
         max_model_len: it stops once prompt and output together exceed this many tokens.
-        output_token_ids: what has been generated.
-        num_tokens: tokens whose state is in the cache; after a step that generates, all but the last.
-        slot: row of the cache while it runs, -1 otherwise.
+        user_id: the caller's label; no rule depends on it.
+        arrival_time: seconds of time.perf_counter at submission, for statistics; no rule depends on it.
+        status: see SequenceStatus.
+        output_token_ids: what has been generated and read back.
+        num_tokens: tokens whose state is, or by the launched steps will be, in the cache. While decode steps are in
+            flight an upper bound (all drafts accepted); else, once the prompt is computed, all tokens but the last.
+        num_inflight_steps: steps in flight each of which gives it at least one token.
+        block_table: ids of the blocks that hold its tokens, in order of position.
+        state_id: its slot within its data index, -1 while it holds none.
+        data_index: where its blocks and its slot are, -1 while it holds none.
+        schedulable: False keeps it out of every plan; it keeps what it holds and delays nobody.
+        num_preemptions: how often it lost its place and must be, or was, computed again.
+        arrival: its number in the order in which the scheduler got the sequences.
+        output_limit: output tokens after which it stops at the latest, by max_tokens or max_model_len.
+        request: the engine's own record of the request; opaque here.
     """
 
     seq_id: int
@@ -66,10 +80,24 @@ class Sequence:
     eos_id: int
     max_model_len: int
     ignore_eos: bool = False
+    user_id: str = ""
+    arrival_time: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    slot: int = -1
+    num_inflight_steps: int = 0
+    block_table: list[int] = field(default_factory=list)
+    state_id: int = -1
+    data_index: int = -1
+    schedulable: bool = True
+    num_preemptions: int = 0
+    arrival: int = -1
+    output_limit: int = field(init=False)
+    request: Any = None
+
+    def __post_init__(self) -> None:
+        # It stops when its length exceeds max_model_len: the last token is given out, never computed on.
+        self.output_limit = min(self.max_tokens, self.max_model_len + 1 - self.prompt_len)
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -92,20 +120,40 @@ class Sequence:
         """DeepInfer's reason string, "" while unfinished."""
         return FINISH_REASONS.get(self.status, "")
 
-    def next_tokens(self, count: int) -> npt.NDArray[np.int32]:
-        """The `count` tokens after those in the cache, int32 [count]."""
-        start, stop = self.num_tokens, self.num_tokens + count
+    @property
+    def total_inflight_tokens(self) -> int:
+        """The most tokens that the steps in flight may add."""
+        return max(0, self.num_tokens + 1 - len(self))
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens of it that the cache will ever have to hold: all but the last possible one."""
+        return self.prompt_len + self.output_limit - 1
+
+    def token_ids(self, start: int, count: int) -> npt.NDArray[np.int32]:
+        """int32 [count], prompt and output from position `start` on."""
+        stop = start + count
         prompt = self.prompt_token_ids[start:stop]
         output = self.output_token_ids[max(start - self.prompt_len, 0) : max(stop - self.prompt_len, 0)]
         return np.concatenate([prompt, np.asarray(output, np.int32)])
 
-    def append_token(self, token_id: int) -> None:
-        """Takes a generated token and stops if a rule says so, in DeepInfer's order (DB §1.7).
+    def append_tokens(self, token_ids: list[int]) -> int:
+        """Takes generated tokens up to the first after which a rule stops it (DB §1.7); returns how many.
 
-        The length may thus reach `max_model_len` + 1: the last token is emitted, never computed on.
+        After each token: is it EOS, is the length above max_model_len, is the output max_tokens long.
+        The length may thus reach max_model_len + 1.
         """
-        self.output_token_ids.append(token_id)
-        if token_id == self.eos_id and not self.ignore_eos:
-            self.status = SequenceStatus.FINISHED_STOPPED
-        elif len(self) > self.max_model_len or self.output_len == self.max_tokens:
-            self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        output = self.output_token_ids
+        room = self.output_limit - len(output)
+        if self.eos_id in token_ids and not self.ignore_eos:
+            end = token_ids.index(self.eos_id) + 1
+            if end <= room:  # EOS is asked first: also the last token that there is room for stops with "stop"
+                output += token_ids[:end]
+                self.status = SequenceStatus.FINISHED_STOPPED
+                return end
+        if len(token_ids) < room:
+            output += token_ids
+            return len(token_ids)
+        output += token_ids[:room]
+        self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        return room

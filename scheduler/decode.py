@@ -1,0 +1,82 @@
+"""Where the rows of a decode step stand. The arrays are kept while the same sequences go on decoding."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .buckets import BucketTable
+from .plan import DecodeStep, Int32Array
+from .sequence import Sequence
+
+
+@dataclass(eq=False)
+class DecodeLayout:
+    """The rows of decode steps of the same sequences, in the same slots.
+
+    Attributes:
+        sequences: the rows.
+        index: sequence -> row.
+        data_index, row, slots, no_first_block, no_blocks: the arrays of a DecodeStep, the last two for a step that
+            needs no new block.
+        num_rows: the most rows of a data index.
+        width: the longest block table.
+    """
+
+    sequences: list[Sequence]
+    index: dict[Sequence, int]
+    data_index: Int32Array
+    row: Int32Array
+    slots: Int32Array
+    no_first_block: Int32Array
+    no_blocks: Int32Array
+    num_rows: int
+    width: int
+
+    @staticmethod
+    def of(sequences: list[Sequence], new_blocks: int) -> "DecodeLayout":
+        """Rows in the given order within each data index, at most `new_blocks` new blocks a step."""
+        data_index = np.asarray([s.data_index for s in sequences], np.int32)
+        row, num_rows = row_places(data_index)
+        layout = DecodeLayout(
+            sequences=sequences,
+            index={sequence: place for place, sequence in enumerate(sequences)},
+            data_index=data_index,
+            row=row,
+            slots=np.asarray([s.state_id for s in sequences], np.int32),
+            no_first_block=np.zeros(len(sequences), np.int32),
+            no_blocks=np.full((len(sequences), new_blocks), -1, np.int32),
+            num_rows=num_rows,
+            width=max((len(s.block_table) for s in sequences), default=0),
+        )
+        for array in (layout.data_index, layout.row, layout.slots, layout.no_first_block, layout.no_blocks):
+            array.flags.writeable = False  # plans share them
+        return layout
+
+    def step(self, buckets: BucketTable, grown: dict[Sequence, int]) -> DecodeStep:
+        """A step of these rows; `grown` gives the former length of each block table that became longer."""
+        first_new_block, new_blocks = self.no_first_block, self.no_blocks
+        if grown:
+            first_new_block, new_blocks = first_new_block.copy(), new_blocks.copy()
+            for sequence, first in grown.items():
+                place, added = self.index[sequence], sequence.block_table[first:]
+                first_new_block[place] = first
+                new_blocks[place, : len(added)] = added
+                self.width = max(self.width, len(sequence.block_table))
+        return DecodeStep(
+            bucket=buckets.choose_decode(self.num_rows, self.width),
+            sequences=self.sequences,
+            data_index=self.data_index,
+            row=self.row,
+            slots=self.slots,
+            first_new_block=first_new_block,
+            new_blocks=new_blocks,
+        )
+
+
+def row_places(data_index: Int32Array) -> tuple[Int32Array, int]:
+    """(int32 [n], the place of each row among those of its data index; the most rows of a data index)."""
+    row = np.zeros(len(data_index), np.int32)
+    counts = np.bincount(data_index) if len(data_index) else np.zeros(1, np.intp)
+    for index, count in enumerate(counts):
+        row[data_index == index] = np.arange(count, dtype=np.int32)
+    return row, int(counts.max())
