@@ -10,9 +10,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.engine import LLMEngine, own_params
+from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
-from deepinfer_jax.engine.prompts import length_problem, token_ids
+from deepinfer_jax.engine.prompts import token_ids
+from deepinfer_jax.engine.request import own_params
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
 _USER_ID = "0"
@@ -20,11 +21,12 @@ _USER_ID = "0"
 
 @dataclass(frozen=True)
 class _Checked:
-    """One prompt after the checks: its ids, or why it cannot run."""
+    """One prompt after the checks: its ids, or why it cannot run, and whether that is its length."""
 
     params: SamplingParams
     ids: npt.NDArray[np.int64]
     problem: str | None
+    too_long: bool = False
 
 
 class LLM:
@@ -68,6 +70,7 @@ class LLM:
             "gpu_memory_utilization": gpu_memory_utilization,
             "disable_log_stats": True,
             "stop_preempted_request": False,
+            "offline_inference": True,
         }
         self.llm_engine = LLMEngine(EngineArgs.from_kwargs(args | kwargs))
         self.decode_sequence = decode_sequence
@@ -150,11 +153,12 @@ class LLM:
         ids = np.empty(0, np.int64)
         try:
             ids = token_ids(self._encode(source) if is_text else source)
-            problem = self.llm_engine.request_problem(ids, params)
-            problem = problem or length_problem(len(ids), self.llm_engine.limits.max_model_len)
+            if problem := self.llm_engine.request_problem(ids, params):
+                return _Checked(params, ids, problem)
+            too_long = self.llm_engine.length_problem(len(ids), params)
+            return _Checked(params, ids, too_long, too_long=too_long is not None)
         except ValueError as error:
-            problem = str(error)
-        return _Checked(params, ids, problem)
+            return _Checked(params, ids, str(error))
 
     def _encode(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
@@ -239,12 +243,11 @@ def _params_per_prompt(
 
 
 def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput:
-    too_long = length_problem(len(one.ids), engine.limits.max_model_len) == one.problem
     return RequestOutput(
         request_id=request_id,
         prompt_len=len(one.ids),
         token_id=int(one.ids[-1]) if len(one.ids) else -1,
-        finish_reason="prompt_length_exceeded" if too_long else "invalid_prompt",
+        finish_reason="prompt_length_exceeded" if one.too_long else "invalid_prompt",
         finished=True,
         max_num_batched_tokens=engine.limits.max_num_batched_tokens,
         message=one.problem or "",

@@ -269,8 +269,9 @@ class EngineArgs:
             return max(max_model_len, _WHOLE_BATCHED_TOKENS, decoding)
         if self.max_num_batched_tokens < decoding:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs × (1 + drafts) "
-                f"= {self.max_num_seqs} × {1 + num_drafts} = {decoding}: every running sequence needs that many per step"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs × (1 + drafts) = {self.max_num_seqs} × {1 + num_drafts} = {decoding}: "
+                "each running sequence needs that many per step"
             )
         if not self.chunked_prefill and self.max_num_batched_tokens < max_model_len:
             raise ValueError(

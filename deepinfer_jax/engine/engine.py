@@ -1,32 +1,29 @@
 """`LLMEngine`: requests in, one output object per emitted token out (DB §1.4)."""
 
-import dataclasses
+import contextlib
+import gc
 import logging
 import random
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.prompts import id_problem, length_problem, token_ids
+from deepinfer_jax.engine.prompts import id_problem, token_ids
+from deepinfer_jax.engine.request import Request, forced_tokens, own_params, prefill_columns
+from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.engine.stats import StatsLogger
-from deepinfer_jax.runtime.steps import StepOutput
-from deepinfer_jax.scheduler import Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.engine.stats import EngineStats, log_line
+from deepinfer_jax.runtime.runner import InFlight
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Request:
-    """What the engine keeps of a request besides its sequence."""
-
-    params: SamplingParams
-    seed: int
-    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 class LLMEngine:
@@ -38,6 +35,11 @@ class LLMEngine:
         for output in engine.step():
             ...
 
+    Every step program is compiled here; none is compiled later.
+
+    With zero-overhead scheduling (on unless DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0) a `step` launches the next step
+    before it reads the one before, so tokens come one call later; they are the same.
+
     Arguments:
         args: what to load and how large.
     """
@@ -46,20 +48,35 @@ class LLMEngine:
         self.args = args
         parts = load_parts(args)
         self.tokenizer = parts.tokenizer
-        self.limits = parts.limits
+        self.limits = limits = parts.limits
         self.vocab_size = parts.vocab_size
         self._image_token_id = parts.image_token_id
         self._runner = parts.runner
-        self._scheduler = Scheduler(buckets=parts.limits.buckets, max_model_len=parts.limits.max_model_len)
-        self._requests: dict[int, _Request] = {}  # by sequence id
-        self._open_ids: set[str] = set()
+        self._scheduler = Scheduler(
+            buckets=parts.buckets,
+            data_parallel_size=limits.data_parallel_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_blocks=parts.num_blocks,
+            tokens_per_block=limits.tokens_per_block,
+            num_drafts=limits.num_drafts,
+            chunked_prefill=limits.chunked_prefill,
+            stop_preempted_request=args.stop_preempted_request,
+        )
+        self._open: dict[str, Sequence] = {}  # requests that have not given their last output
+        self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
+        self._planned: list[PrefillStep | DecodeStep] = []  # planned and not booked, in the order of the device
+        self._in_flight: list[InFlight] = []  # those of them that were launched
         self._next_seq_id = 0
-        self._stats = None if args.disable_log_stats else StatsLogger()
+        self._stats = EngineStats()
+        self._log_interval = 0 if args.disable_log_stats else env.LOGGING_INTERVAL_STEP
         self._closed = False
+        self._runner.warm_up(progress=sys.stderr.isatty())
 
     @property
     def compile_count(self) -> int:
-        """How many step programs have been compiled."""
+        """How many step programs have been compiled; constant from the end of construction on."""
         return self._runner.compile_count
 
     def add_request(
@@ -69,16 +86,22 @@ class LLMEngine:
         sampling_params: SamplingParams | dict[str, Any] | None,
         prompt_token_ids: Any,
         multi_modal_data: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
     ) -> Sequence | None:
         """Queues a request.
+
+        DeepInfer's further parameters are left out: `extra` and `enqueue` serve its image and grammar workers, and
+        a prompt cut at `chunk_checkpoints` gives the same tokens as one cut anywhere else.
 
         Arguments:
             user_id: the caller's label; no rule depends on it.
             request_id: names the outputs; unique among unfinished requests.
             sampling_params: an object, or a dict of its fields (None values are dropped). The engine keeps a copy.
-            prompt_token_ids: one list of integers; it may be as long as `limits.max_model_len`. A longer one is
+            prompt_token_ids: one list of integers; it may be as long as `limits.prompt_limit`. A longer one is
                 accepted and gives one output, "prompt_length_exceeded".
             multi_modal_data: None; this version's engine takes text (`forward` takes image embeddings).
+            arrival_time: seconds of `time.perf_counter()`, from which queue time and time to the first token count;
+                None: now.
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
         Raises ValueError for an empty prompt, ids that are no integers, images, or a request id in use; TypeError for
@@ -92,7 +115,7 @@ class LLMEngine:
                 f"request {request_id}: the engine of this version takes text; pass multi_modal_data=None, or use "
                 "forward(..., image_embeds=...)"
             )
-        if request_id in self._open_ids:
+        if request_id in self._open:
             raise ValueError(f"request {request_id} is unfinished; give the new request another id")
         params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
@@ -118,11 +141,16 @@ class LLMEngine:
             eos_id=params.eos_id,
             max_model_len=self.limits.max_model_len,
             ignore_eos=params.ignore_eos,
+            user_id=user_id,
+            arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
+            request=Request(
+                params,
+                seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
+                error=self.length_problem(len(ids), params) or "",
+            ),
         )
         self._next_seq_id += 1
-        seed = random.getrandbits(64) if params.seq_seed is None else params.seq_seed
-        self._requests[sequence.seq_id] = _Request(params, seed)
-        self._open_ids.add(request_id)
+        self._open[request_id] = sequence
         self._scheduler.add_sequence(sequence)
         return sequence
 
@@ -135,173 +163,190 @@ class LLMEngine:
             return f"golden_token_ids: {problem}"
         return None
 
+    def length_problem(self, prompt_len: int, params: SamplingParams) -> str | None:
+        """Why a prompt of this length can never run, with the arithmetic; None if it can."""
+        return self._scheduler.refusal(prompt_len, params.max_tokens)
+
     def step(self) -> list[RequestOutput]:
-        """Runs one step. Returns the tokens it gave, and the last words of requests that ended without running."""
+        """Launches a prefill chunk and a decode step where there is work, and reads the results that are due.
+
+        Returns the tokens that came, and the last words of requests that ended without one. The objects belong to the
+        caller.
+        """
         self._check_open()
-        plan = self._scheduler.schedule()
-        outputs = [self._output_without_token(sequence) for sequence in plan.ignored]
-        if plan.sequences:
-            try:
-                outputs += self._book(plan, self._run(plan))
-            except BaseException:
-                # The cache was handed to the step and is gone, and with it the state of all that run.
-                self._scheduler.abort({s.request_id for s in self._scheduler.running})
-                for sequence in plan.sequences:
-                    self._forget(sequence)
-                raise
-        return outputs
+        try:
+            with _collector_paused():
+                num_due = len(self._planned)
+                self._launch(self._plan())
+                if not self.limits.zero_overhead_scheduling:
+                    num_due = len(self._planned)
+                self._read(num_due)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if num_due or self._planned:
+            self._stats.end_step()
+            if self._log_interval > 0 and self._stats.steps % self._log_interval == 0:
+                logger.info("%s", log_line(self.stats()))
+        return self._hand_out()
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
-        """The outputs of a step that was launched and not yet read: none, this version reads each step at once."""
+        """Reads all steps that were launched and not yet read; launches none."""
         self._check_open()
-        return []
+        try:
+            self._read(len(self._planned))
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self._hand_out()
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
         """Ends unfinished requests. Returns how many, and the sum of their lengths in tokens.
 
-        A running one gives no further output, a waiting one gives one in the next step (DB §15.2 trap 3).
+        Whether it waited or ran, each gives one more output in the next step, with finish reason "abort" (DeepInfer
+        gives none for a running one, DB §15.2 trap 3). Unknown ids are no error.
         """
         if isinstance(request_id, str):
             request_id = [request_id]
         elif not isinstance(request_id, (list, tuple, set, dict)):
             raise TypeError(f"request_id must be a string or a list, tuple, set or dict of them, got {request_id!r}")
-        aborted = [s for s in self._scheduler.running if s.request_id in set(request_id)]
-        result = self._scheduler.abort(set(request_id))
-        for sequence in aborted:
-            self._forget(sequence)
-        return result
+        return self._scheduler.abort(set(request_id))
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has something to give."""
-        return self.get_num_unfinished_requests() > 0
+        return bool(self._open or self._ready)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not given their last output."""
-        return self._scheduler.num_unfinished
+        return len(self._open)
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine is doing and has done; may be called at any time.
+
+        Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens (prompt
+        tokens whose state was reused: 0 in this version); free_blocks, total_blocks, free_slots, total_slots (over all
+        data indices); compile_count; num_steps; num_finished (by finish reason); prompt_tokens, generation_tokens and,
+        per second over the latest iterations, prompt_throughput, generation_throughput; queue_time_* (arrival to first
+        launch) and ttft_* (arrival to first token) in seconds, mean and max of the latest requests, sum and count of
+        all; schedule_seconds, launch_seconds, wait_seconds, process_seconds, where the time went since the start.
+        """
+        scheduler = self._scheduler
+        return {
+            "num_waiting": scheduler.num_waiting,
+            "num_running": scheduler.num_running,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_cached_tokens": 0,
+            "free_blocks": scheduler.free_blocks,
+            "total_blocks": scheduler.total_blocks,
+            "free_slots": scheduler.free_slots,
+            "total_slots": scheduler.total_slots,
+            "compile_count": self.compile_count,
+        } | self._stats.snapshot()
 
     def close(self) -> None:
         """Frees parameters and cache; a closed engine refuses requests. May be called again."""
         self._closed = True
+        self._in_flight.clear()
         self._runner.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        requests = [self._requests[s.seq_id] for s in plan.sequences]
-        params = [request.params for request in requests]
-        ends = [s.num_tokens + int(n) for s, n in zip(plan.sequences, plan.num_new_tokens, strict=True)]
-        return self._runner.run(
-            plan.slots,
-            plan.tokens,
-            cache_rows=plan.cache_rows,
-            chunk=plan.chunk,
-            num_top=max(p.top_logprobs for p in params),
-            prompt_logprobs=any(
-                p.prompt_logprobs and s.num_tokens < s.prompt_len for p, s in zip(params, plan.sequences, strict=True)
-            ),
-            num_new_tokens=plan.num_new_tokens,
-            reset=plan.resets,
-            next_token=[
-                s.prompt_token_ids[end] if end < s.prompt_len else 0
-                for s, end in zip(plan.sequences, ends, strict=True)
-            ],
-            temperature=[p.temperature for p in params],
-            greedy=[p.greedy for p in params],
-            top_p=[p.top_p for p in params],
-            top_k=[p.top_k for p in params],
-            seed_low=[request.seed & 0xFFFFFFFF for request in requests],
-            seed_high=[request.seed >> 32 for request in requests],
-            position=ends,
-            banned=[
-                p.eos_id if p.first_n_token_no_eos == 1 and s.output_len == 0 else -1
-                for p, s in zip(params, plan.sequences, strict=True)
-            ],
-            forced=[p.forced_token(s.output_len) for p, s in zip(params, plan.sequences, strict=True)],
+    def _plan(self) -> StepPlan:
+        """The next plan; requests that ended without a token have their outputs."""
+        start = time.perf_counter()
+        plan = self._scheduler.schedule()
+        self._planned += [step for step in (plan.prefill, plan.decode) if step is not None]
+        self._emit(
+            [
+                output_without_token(sequence, self.limits.max_num_batched_tokens)
+                for sequence in plan.ignored
+                if self._open.get(sequence.request_id) is sequence  # else a failed step has had its say
+            ]
         )
+        self._stats.seconds["schedule"] += time.perf_counter() - start
+        return plan
 
-    def _book(self, plan: StepPlan, result: StepOutput) -> list[RequestOutput]:
-        """Takes the results of a step into the sequences; returns the outputs of those that got a token."""
-        if result.prompt_logprobs is not None:
-            for row, sequence in enumerate(plan.sequences):
-                # The last prompt token predicts the first output, which has its own log-probability.
-                count = min(int(plan.num_new_tokens[row]), sequence.prompt_len - 1 - sequence.num_tokens)
-                request = self._requests[sequence.seq_id]
-                if request.params.prompt_logprobs and count > 0:
-                    request.prompt_logprobs += np.asarray(result.prompt_logprobs)[row, :count].tolist()
+    def _launch(self, plan: StepPlan) -> None:
+        """Hands the steps of a plan to the device, which runs them in this order."""
+        start = time.perf_counter()
+        if plan.prefill is not None:
+            self._in_flight.append(self._runner.prefill(plan.prefill, prefill_columns(plan.prefill)))
+            self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
+            for sequence in plan.prefill.sequences:
+                if not sequence.request.launched:
+                    sequence.request.launched = True
+                    self._stats.queue.add(start - sequence.arrival_time)
+        if plan.decode is not None:
+            params = [sequence.request.params for sequence in plan.decode.sequences]
+            forced = forced_tokens(plan.decode) if any(p.golden_token_ids for p in params) else None
+            wants_top = any(p.top_logprobs for p in params)
+            self._in_flight.append(self._runner.decode(plan.decode, forced, wants_top))
+        self._stats.seconds["launch"] += time.perf_counter() - start
 
-        sampled = result.sampled
-        changed = set(self._scheduler.update(plan, np.asarray(sampled.tokens), np.asarray(sampled.finite)))
-        outputs = [
-            self._output_without_token(sequence)
-            if sequence.status == SequenceStatus.FINISHED_FAILED
-            else self._output(sequence, result, row)
-            for row, sequence in enumerate(plan.sequences)
-            if sequence in changed
-        ]
-        if self._stats:
-            self._stats.record(
-                prompt_tokens=int(plan.num_new_tokens.sum()) - int(plan.completes.sum()),
-                output_tokens=len(outputs),
-                running=len(self._scheduler.running),
-                waiting=len(self._scheduler.waiting),
-            )
+    def _read(self, count: int) -> None:
+        """Waits for the first `count` launched steps and books what they gave."""
+        for _ in range(count):
+            start = time.perf_counter()
+            result = self._in_flight.pop(0).result()
+            arrived = time.perf_counter()
+            step = self._planned.pop(0)
+            if isinstance(step, PrefillStep):
+                keep_prompt_logprobs(step, result)
+            taken = self._scheduler.update(step, result.tokens, result.counts, result.finite)
+            outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens)
+            self._stats.generation_tokens += sum([number for _, number in taken])
+            if isinstance(step, PrefillStep):
+                for output in outputs:
+                    if output.num_output_tokens == 1:
+                        self._stats.first_token.add(arrived - self._open[output.request_id].arrival_time)
+            self._emit(outputs)
+            self._stats.seconds["wait"] += arrived - start
+            self._stats.seconds["process"] += time.perf_counter() - arrived
+
+    def _emit(self, outputs: list[RequestOutput]) -> None:
+        self._ready += outputs
+        for output in outputs:
+            if output.finished:
+                del self._open[output.request_id]
+                self._stats.finished[output.finish_reason] += 1
+
+    def _hand_out(self) -> list[RequestOutput]:
+        outputs, self._ready = self._ready, []
         return outputs
 
-    def _output(self, sequence: Sequence, result: StepOutput, row: int) -> RequestOutput:
-        request = self._requests[sequence.seq_id]
-        num_top = request.params.top_logprobs
-        output = RequestOutput(
-            request_id=sequence.request_id,
-            prompt_len=sequence.prompt_len,
-            token_id=sequence.last_token_id,
-            finish_reason=sequence.finish_reason,
-            finished=sequence.status.finished,
-            max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            token_logprobs=float(result.sampled.logprobs[row]),
-            top_logprobs=np.asarray(result.sampled.top_logprobs)[row, :num_top].tolist(),
-            top_token_ids=np.asarray(result.sampled.top_tokens)[row, :num_top].tolist(),
-            num_output_tokens=sequence.output_len,
-            prompt_logprobs=request.prompt_logprobs if sequence.output_len == 1 else [],
-            draft_tok=1,
-            accept_tok=1,
-        )
-        if output.finished:
-            self._forget(sequence)
-        return output
+    def _fail(self, error: BaseException) -> None:
+        """Ends all that ran: the cache was handed to a step that broke, and with it went their state.
 
-    def _output_without_token(self, sequence: Sequence) -> RequestOutput:
-        """The one output of a request that ended without a token (DB §1.6: ignored requests)."""
-        self._forget(sequence)
-        messages = {
-            SequenceStatus.FINISHED_IGNORED: length_problem(sequence.prompt_len, self.limits.max_model_len),
-            SequenceStatus.FINISHED_ABORTED: "the request was aborted while it waited",
-            SequenceStatus.FINISHED_FAILED: (
-                f"the model's logits after position {len(sequence) - 1} are not finite; "
-                "look at the checkpoint's weights with forward(..., capture=...)"
-            ),
-        }
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt_len=sequence.prompt_len,
-            token_id=sequence.last_token_id,
-            finish_reason=sequence.finish_reason,
-            finished=True,
-            max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            num_output_tokens=sequence.output_len + 1,
-            message=f"request {sequence.request_id}: {messages[sequence.status]}",
-        )
-
-    def _forget(self, sequence: Sequence) -> None:
-        self._requests.pop(sequence.seq_id, None)  # a failed step may have got as far as forgetting it
-        self._open_ids.discard(sequence.request_id)
+        Each gives one output, handed out by the next step; those that wait are not touched.
+        """
+        self._in_flight.clear()
+        lost = [s for s in self._open.values() if s.num_tokens or s.status is not SequenceStatus.WAITING]
+        self._scheduler.abort({sequence.request_id for sequence in lost})
+        planned, self._planned = self._planned, []
+        for step in planned:  # nobody is left in them, but the scheduler waits for their results
+            nothing = np.zeros(len(step.sequences), np.int32)
+            self._scheduler.update(step, nothing[:, None], nothing, nothing.astype(np.bool_))
+        for sequence in lost:
+            sequence.request.error = (
+                sequence.request.error
+                or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
+            )
+        self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
 
 
-def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
-    """A private copy, so that neither side sees the other's later changes; checked, as fields may be set afterwards."""
-    if isinstance(sampling_params, SamplingParams):
-        return dataclasses.replace(sampling_params)
-    if sampling_params is not None and not isinstance(sampling_params, dict):
-        raise TypeError(f"sampling_params must be SamplingParams or a dict of its fields, got {sampling_params!r}")
-    return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection in between; one that is due comes right after.
+
+    A step makes some thousand objects that all live until the next one. Each seven hundred would start a collection
+    that finds nothing, and every hundredth of those looks through all objects of the process, for longer than a step.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -4,16 +4,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh
 
 from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.init import init_params
-from deepinfer_jax.config import load_config
-from deepinfer_jax.engine.args import EngineArgs, EngineLimits
-from deepinfer_jax.engine.environ import enable_compilation_cache
+from deepinfer_jax.config import ModelConfig, load_config
+from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
+from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.runtime.text_model import CacheShape, TextModel
+from deepinfer_jax.scheduler import BucketTable, bucket_table
+from deepinfer_jax.sharding import DATA, EXPERT
 from deepinfer_jax.tokenization import get_hf_tokenizer
+
+# Most new tokens of a prefill step per data index, where prompts may be cut.
+_PREFILL_TOKENS = {"cpu": 512}
+_ACCELERATOR_PREFILL_TOKENS = 2048
+# Compiling many step programs takes longer than a model below this size saves by them.
+_SMALL_MODEL_BYTES = 64 << 20
+_SMALL_MODEL_PROGRAMS, _PROGRAMS = 3, 12
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class EngineParts:
         vocab_size: ids a prompt may hold.
         image_token_id: the id that stands for an image in a chat; a plain id without one.
         limits: sizes.
+        buckets: the step programs.
+        num_blocks: blocks of each data index.
         runner: the compiled programs.
     """
 
@@ -32,11 +45,14 @@ class EngineParts:
     vocab_size: int
     image_token_id: int
     limits: EngineLimits
+    buckets: BucketTable
+    num_blocks: int
     runner: Runner
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
     """Reads configuration, tokenizer and parameters, in this order: what fails, fails before weights are read."""
+    warn_inapplicable()
     enable_compilation_cache()
     config = load_config(args.model)
     tokenizer = get_hf_tokenizer(
@@ -50,16 +66,153 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
             f"config.json has eos_token_id {config.eos_token_id}"
         )
-    limits = args.limits(config.text.max_position_embeddings)
+    devices = engine_devices(args)
+    plan = _plan(config, args, devices)
+    limits = args.limits(
+        config.text.max_position_embeddings,
+        max_len_in_memory=plan.max_model_len,
+        num_drafts=num_drafts(),
+        zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
+    )
+    num_blocks = pool_blocks(limits, plan.num_blocks)
+    mesh = engine_mesh(args, devices)
     if args.load_format == "dummy":
-        params = init_params(config, jax.random.key(args.seed), precision=args.precision)
+        params = init_params(config, jax.random.key(args.seed), precision=args.precision, mesh=mesh)
     else:
-        params = load_params(args.model, config, precision=args.precision)
-    kernels = KernelChoice.for_devices(jax.local_devices()[:1])
+        params = load_params(args.model, config, precision=args.precision, mesh=mesh)
+    buckets = step_buckets(
+        limits,
+        most_prefill_tokens=_PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS),
+        max_programs=_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS,
+    )
+    shape = CacheShape(
+        data=limits.data_parallel_size,
+        slots=limits.seqs_per_index,
+        blocks=num_blocks,
+        tokens_per_block=limits.tokens_per_block,
+    )
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=config.text.vocab_size,
         image_token_id=config.image_token_id,
         limits=limits,
-        runner=Runner(TextModel(config, args.precision, limits.max_model_len, kernels), params),
+        buckets=buckets,
+        num_blocks=num_blocks,
+        runner=Runner(
+            TextModel(
+                config, args.precision, KernelChoice.for_devices(devices), packed=args.kv_cache_format == "packed"
+            ),
+            params,
+            buckets=buckets,
+            shape=shape,
+            table_width=limits.blocks_per_sequence,
+            mesh=mesh,
+        ),
     )
+
+
+def num_drafts() -> int:
+    """Tokens drafted per step: none in this version. ValueError if DEEPINFER_USE_NEXTN_DECODE asks for some."""
+    asked = env.USE_NEXTN_DECODE
+    if asked is not None and asked != 0:
+        raise ValueError(
+            f"DEEPINFER_USE_NEXTN_DECODE is {asked}, but drafts come in a later version of the engine; unset it or "
+            "set it to 0"
+        )
+    return 0
+
+
+def zero_overhead_scheduling(engine_type: EngineType) -> bool:
+    """DEEPINFER_ZERO_OVERHEAD_SCHEDULING, by default on for all but PROMPT engines (DB §1.8).
+
+    DeepInfer writes the default into the environment, where it binds the next engine of the process (DB §1.2);
+    nothing is written here.
+    """
+    asked = env.ZERO_OVERHEAD_SCHEDULING
+    return engine_type != EngineType.PROMPT if asked is None else asked
+
+
+def engine_devices(args: EngineArgs) -> list[jax.Device]:
+    """The devices that the engine runs on; ValueError if there are too few."""
+    devices = jax.local_devices()
+    if len(devices) < args.num_devices:
+        raise ValueError(
+            f"data_parallel_size × expert_parallel_size = {args.data_parallel_size} × {args.expert_parallel_size} = "
+            f"{args.num_devices} devices are needed, there are {len(devices)} ({devices[0].platform}); on CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={args.num_devices} makes as many"
+        )
+    return devices[: args.num_devices]
+
+
+def pool_blocks(limits: EngineLimits, available: int | None) -> int:
+    """Blocks of each data index: `available`, but never more than its sequences can use; None: as many as that.
+
+    Raises ValueError if one sequence of max_model_len does not fit, with the arithmetic.
+    """
+    usable = limits.seqs_per_index * limits.blocks_per_sequence
+    if available is None:
+        return usable
+    if available < limits.blocks_per_sequence:
+        raise ValueError(
+            f"the cache has {available} blocks of {limits.tokens_per_block} tokens for each data index, but one "
+            f"sequence of max_model_len ({limits.max_model_len}) tokens takes {limits.blocks_per_sequence}: lower "
+            f"max_model_len to {available * limits.tokens_per_block}, or give the cache more (num_kv_blocks, "
+            "gpu_memory_utilization)"
+        )
+    return min(available, usable)
+
+
+def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs: int) -> BucketTable:
+    """The step programs of an engine. Prompts that must not be cut need one as long as the longest."""
+    if limits.chunked_prefill:
+        prefill_tokens = min(limits.max_num_batched_tokens, most_prefill_tokens)
+    else:
+        prefill_tokens = limits.prompt_limit
+    return bucket_table(
+        max_num_seqs=limits.seqs_per_index,
+        num_drafts=limits.num_drafts,
+        max_prefill_tokens=prefill_tokens,
+        max_chunk=min(prefill_tokens, limits.prompt_limit),
+        max_blocks=limits.blocks_per_sequence,
+        max_programs=max_programs,
+        chunked_prefill=limits.chunked_prefill,
+    )
+
+
+def _plan(config: ModelConfig, args: EngineArgs, devices: list[jax.Device]) -> MemoryPlan:
+    """What memory allows; ValueError, with the numbers, if the weights and one sequence do not fit."""
+    plan = plan_memory(
+        config,
+        precision=args.precision,
+        platform=devices[0].platform,
+        data_parallel_size=args.data_parallel_size,
+        expert_parallel_size=args.expert_parallel_size,
+        memory=device_memory(devices[0]),
+        utilization=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        max_prefill_tokens=_PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS),
+        tokens_per_block=args.tokens_per_block,
+        packed=args.kv_cache_format == "packed",
+        num_drafts=num_drafts(),
+        num_blocks=args.num_kv_blocks,
+    )
+    if plan.problem:
+        raise ValueError(f"{args.model}: {plan.problem}")
+    return plan
+
+
+def engine_mesh(args: EngineArgs, devices: list[jax.Device]) -> Mesh | None:
+    """The mesh of the engine's devices; None for a single one."""
+    if len(devices) == 1:
+        return None
+    return jax.make_mesh(
+        (args.data_parallel_size, args.expert_parallel_size),
+        (DATA, EXPERT),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices,
+    )
+
+
+def _num_bytes(params: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

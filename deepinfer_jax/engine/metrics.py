@@ -69,11 +69,15 @@ class EngineCollector(Collector):
             summary = SummaryMetricFamily(name, text, labels=_LABEL)
             summary.add_metric(model, count_value=stats[f"{key}_count"], sum_value=stats[f"{key}_sum"])
             yield summary
-        finished = CounterMetricFamily("deepinfer_requests_finished", "Requests by finish reason.", labels=[*_LABEL, "reason"])
+        finished = CounterMetricFamily(
+            "deepinfer_requests_finished", "Requests by finish reason.", labels=[*_LABEL, "reason"]
+        )
         for reason, count in stats["num_finished"].items():
             finished.add_metric([*model, reason], count)
         yield finished
-        seconds = CounterMetricFamily("deepinfer_engine_seconds", "Host time by phase of a step.", labels=[*_LABEL, "phase"])
+        seconds = CounterMetricFamily(
+            "deepinfer_engine_seconds", "Host time by phase of a step.", labels=[*_LABEL, "phase"]
+        )
         for phase in _PHASES:
             seconds.add_metric([*model, phase], stats[f"{phase}_seconds"])
         yield seconds

@@ -35,12 +35,3 @@ def id_problem(ids: npt.NDArray[np.int64], vocab_size: int) -> str | None:
             f"data; text ids are 0..{vocab_size - 1}"
         )
     return f"token id {token} at position {position} is outside the vocabulary; valid ids are 0..{vocab_size - 1}"
-
-
-def length_problem(length: int, max_model_len: int) -> str | None:
-    """Why a prompt of this length cannot run, None if it can."""
-    if length <= max_model_len:
-        return None
-    return (
-        f"the prompt has {length} tokens, the limit is {max_model_len} (max_model_len); shorten it or raise the limit"
-    )

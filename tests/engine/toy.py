@@ -1,12 +1,15 @@
 """A toy language model whose every distribution depends on the whole history, exactly, and its plain twin.
 
-Its state after a token is an integer hash of all tokens so far; the logits are a row of a random table. So a token
-that comes out right proves that cache rows, resets, chunks and padding are right.
+All it keeps of a sequence are its tokens, in a paged cache: a step writes its own through the block tables and reads
+the whole history back through them. An integer hash of that history picks a row of a random table as logits. So a
+token that comes out right proves that blocks, slots, positions, chunks, padding and the data index are right.
 """
 
-import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +17,22 @@ import numpy as np
 from jax import Array
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.loading import EngineParts
+from deepinfer_jax.engine.loading import (
+    EngineParts,
+    engine_devices,
+    engine_mesh,
+    num_drafts,
+    pool_blocks,
+    step_buckets,
+    zero_overhead_scheduling,
+)
 from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.text_model import CacheShape, StepBatch
 
 VOCAB = 64
 EOS = 1
 IMAGE = 3
+MAX_POSITIONS = 40
 NUM_STATES = 1009
 # The one-token prompt POISON leads to a state of its own, whose logits are NaN: no sampled text gets there by chance.
 POISON = 60
@@ -41,23 +54,28 @@ def make_table(seed: int = 0) -> np.ndarray:
 class ToyModel:
     """A `StepModel`."""
 
-    def init_cache(self, rows: int) -> dict[str, Array]:
-        return {"state": jnp.zeros(rows, jnp.int32)}
+    def init_cache(self, shape: CacheShape) -> Array:
+        return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32)
 
-    def advance(
-        self, params: Array, cache: dict[str, Array], tokens: Array, lengths: Array, resets: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        def one(state: Array, operand: tuple[Array, Array]) -> tuple[Array, Array]:
-            token, valid = operand
-            state = jnp.where(valid, next_state(state, token), state)
-            return state, state
+    def advance(self, params: Array, cache: Array, batch: StepBatch) -> tuple[Array, Array]:
+        data, blocks, tokens_per_block = cache.shape
+        rows, time = batch.tokens.shape[1:]
+        offsets = jnp.arange(time)
+        positions = batch.starts[..., None] + offsets
+        holders = jnp.take_along_axis(batch.tables, positions // tokens_per_block, axis=2, mode="clip")
+        holders = jnp.where(offsets < batch.lengths[..., None], holders, blocks)  # dropped
+        index = jnp.arange(data)[:, None, None]
+        cache = cache.at[index, holders, positions % tokens_per_block].set(batch.tokens, mode="drop")
 
-        valid = jnp.arange(tokens.shape[1])[:, None] < lengths
-        state, states = jax.lax.scan(one, jnp.where(resets, 0, cache["state"]), (tokens.T, valid))
-        return states.T[:, :, None].astype(jnp.float32), {"state": state}
+        histories = cache.at[index, batch.tables].get(mode="clip").reshape(data * rows, -1)
+        _, states = jax.lax.scan(
+            lambda state, token: (next_state(state, token),) * 2, jnp.zeros(data * rows, jnp.int32), histories.T
+        )
+        hidden = jnp.take_along_axis(states.T, positions.reshape(data * rows, time), axis=1, mode="clip")
+        return hidden[..., None].astype(jnp.float32), cache
 
     def logits(self, params: Array, hidden: Array) -> Array:
-        return params[hidden[:, :, 0].astype(jnp.int32)]
+        return params[hidden[..., 0].astype(jnp.int32)]
 
 
 class ToyTokenizer:
@@ -88,9 +106,27 @@ def greedy_twin(table: np.ndarray, prompt: list[int], count: int) -> list[int]:
     return history[len(prompt) :]
 
 
-def toy_parts(args: EngineArgs) -> EngineParts:
-    """Stands in for `load_parts`."""
-    limits = args.limits(max_position_embeddings=40)
-    short_chunks = tuple((rows, min(chunk, 8)) for rows, chunk in limits.buckets)
-    limits = dataclasses.replace(limits, buckets=short_chunks)
-    return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, Runner(ToyModel(), jnp.asarray(make_table())))
+def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
+    """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
+    limits = args.limits(
+        MAX_POSITIONS,
+        num_drafts=num_drafts(),
+        zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
+    )
+    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
+    blocks = pool_blocks(limits, args.num_kv_blocks)
+    shape = CacheShape(limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block)
+    runner = Runner(
+        ToyModel(),
+        jnp.asarray(make_table()),
+        buckets=buckets,
+        shape=shape,
+        table_width=limits.blocks_per_sequence,
+        mesh=engine_mesh(args, engine_devices(args)),
+    )
+    return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, buckets, blocks, runner)
+
+
+def use_toy(*, chunk: int = 8) -> AbstractContextManager[Any]:
+    """While it lasts, every engine that is made runs the toy model."""
+    return mock.patch("deepinfer_jax.engine.engine.load_parts", partial(toy_parts, chunk=chunk))

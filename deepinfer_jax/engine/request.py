@@ -1,0 +1,89 @@
+"""What the engine keeps of a request besides its sequence, and what it tells the device about it."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence
+
+
+@dataclass(slots=True)
+class Request:
+    """The engine's record of a request; `Sequence.request`.
+
+    Attributes:
+        params: a private copy.
+        seed: 64-bit key of the request's random numbers.
+        prompt_logprobs: entry i belongs to prompt token i + 1; grows with the chunks.
+        launched: whether some step of it has been launched.
+        error: why the engine ended it, "" if it did not.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_logprobs: list[float] = field(default_factory=list)
+    launched: bool = False
+    error: str = ""
+
+    def take_prompt_logprobs(self, start: int, logprobs: list[float]) -> None:
+        """Keeps the entries `start`, `start` + 1, … that are not there yet.
+
+        A preempted request computes its prompt again: what it has must not come twice (DB §15.2 trap 27).
+        """
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
+
+
+def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
+    """A private copy, so that neither side sees the other's later changes; checked, as fields may be set afterwards."""
+    if isinstance(sampling_params, SamplingParams):
+        return dataclasses.replace(sampling_params)
+    if sampling_params is not None and not isinstance(sampling_params, dict):
+        raise TypeError(f"sampling_params must be SamplingParams or a dict of its fields, got {sampling_params!r}")
+    return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})
+
+
+def prefill_columns(step: PrefillStep) -> dict[str, npt.NDArray[Any]]:
+    """What each row of a prefill samples by, arrays [rows]; the device keeps it for the decode steps that follow.
+
+    next_token is the prompt's token after the new ones: the target of the last new token's log-probability.
+    """
+    requests: list[Request] = [sequence.request for sequence in step.sequences]
+    params = [request.params for request in requests]
+    ends = (step.starts + step.num_new_tokens).tolist()
+    rows = list(zip(step.sequences, params, ends, strict=True))
+    return {
+        "temperature": np.asarray([p.temperature for p in params], np.float32),
+        "greedy": np.asarray([p.greedy for p in params], np.bool_),
+        "top_p": np.asarray([p.top_p for p in params], np.float32),
+        "top_k": np.asarray([p.top_k for p in params], np.int32),
+        "seed_low": np.asarray([request.seed & 0xFFFFFFFF for request in requests], np.uint32),
+        "seed_high": np.asarray([request.seed >> 32 for request in requests], np.uint32),
+        # Only the first output, also when its step is computed again after preemption (DB §15.2 trap 27).
+        "banned": np.asarray(
+            [p.eos_id if p.first_n_token_no_eos == 1 and s.output_len == 0 else -1 for s, p, _ in rows], np.int32
+        ),
+        "forced": np.asarray([p.forced_token(s.output_len) for s, p, _ in rows], np.int32),
+        "next_token": np.asarray(
+            [s.prompt_token_ids[end] if end < s.prompt_len else 0 for s, _, end in rows], np.int32
+        ),
+        "wants_top": np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
+        "wants_prompt_logprobs": np.asarray(
+            [p.prompt_logprobs and s.output_len == 0 and s.prompt_len > 1 for s, p, _ in rows], np.bool_
+        ),
+    }
+
+
+def forced_tokens(step: DecodeStep) -> npt.NDArray[np.int32]:
+    """int32 [rows]: the id that each row's next output is forced to, -1 if it is free."""
+    return np.asarray([_forced(sequence) for sequence in step.sequences], np.int32)
+
+
+def _forced(sequence: Sequence) -> int:
+    # The step itself counts as in flight already; its output comes after those of the steps before it. (There are no
+    # drafts: every step in flight gives one token.)
+    request: Request = sequence.request
+    return request.params.forced_token(sequence.output_len + sequence.total_inflight_tokens - 1)
