@@ -1,4 +1,4 @@
-"""The command line: `deepinfer-jax generate`, `check`, `make-tiny`.
+"""The command line: `deepinfer-jax generate`, `check`, `plan`, `env`, `make-tiny`.
 
 Text goes to stdout, everything else to stderr. Errors are one sentence and exit status 1; wrong usage is 2.
 """
@@ -93,6 +93,64 @@ def check(
 
         status = run_check(model, trust_remote_code)
     raise typer.Exit(status)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="Model folder; config.json is enough.")],
+    devices: Annotated[int, typer.Option(help="Number of devices.")] = 1,
+    data: Annotated[int, typer.Option(help="Of them, along the data axis; the rest shares the experts.")] = 1,
+    memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 141GB. Default: of this machine's.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="gpu, tpu or cpu. Default: gpu with --memory, else this machine's.")
+    ] = None,
+    utilization: Annotated[float, typer.Option(help="Share of the memory to use.")] = 0.9,
+    context: Annotated[int | None, typer.Option(help="Most tokens of a sequence. Default: what fits.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most running sequences, on all devices.")] = 256,
+    tokens_per_block: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 128,
+    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Prints the bytes of each part on each device, and what fits. Reads config.json only."""
+    with _errors_as_sentences():
+        import jax
+
+        from deepinfer_jax.config import load_config
+        from deepinfer_jax.memory import device_memory, plan_memory
+        from deepinfer_jax.reports import parse_bytes, plan_json, plan_text
+
+        config = load_config(model)
+        if devices < 1 or data < 1 or devices % data:
+            raise ValueError(f"--devices {devices} must be a multiple of --data {data}, both at least 1")
+        size = parse_bytes(memory) if memory else device_memory(jax.devices()[0])
+        planned = plan_memory(
+            config,
+            precision=precision,
+            platform=platform or ("gpu" if memory else jax.default_backend()),
+            data_parallel_size=data,
+            expert_parallel_size=devices // data,
+            memory=size,
+            utilization=utilization,
+            max_num_seqs=max_num_seqs,
+            max_model_len=context,
+            tokens_per_block=tokens_per_block,
+        )
+        typer.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+        if planned.problem:
+            raise ValueError(planned.problem)
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
+) -> None:
+    """Prints every environment variable with its default, its value and its meaning."""
+    with _errors_as_sentences():
+        from deepinfer_jax import reports
+
+        typer.echo(json.dumps(reports.environment_json()) if as_json else reports.environment_text())
+        if errors := reports.environment_errors():
+            raise ValueError("; ".join(errors))
 
 
 @app.command()

@@ -93,6 +93,7 @@ def _not_yet[T](kind: Kind[T], default: T, meaning: str) -> Variable[T]:
 _COMPILED = "every step is a program that was compiled at start"
 _COLLECTIVES = "XLA makes its own collectives; see XLA_FLAGS"
 _MIXED_STEPS = "every step may run a prompt's chunk beside the decoding sequences, so nothing is voted on"
+_ONE_PROCESS = "one process drives all local devices"
 _SLOTS = "one slot per running sequence"
 _PROFILER = "use jax.profiler and `deepinfer-jax plan`"
 
@@ -173,8 +174,8 @@ class Environment:
     NCCL_MEMORY_SAMPLE_INTERVAL_STEPS = _not_on_xla(INTEGER, 1000, "steps between samples of its memory", _COLLECTIVES)
     USERBUFFER_COMM_SMS = _not_on_xla(INTEGER, 0, "multiprocessors for expert communication", _COLLECTIVES)
     REARRANGE_P2P_GROUPS = _not_on_xla(INTEGER, 1, "buckets of messages when experts move", _COLLECTIVES)
-    GLOO_TIMEOUT = _not_on_xla(NUMBER, 14400.0, "seconds", "one process drives all local devices")
-    RINGBUFFER_WARNING_INTERVAL = _not_on_xla(NUMBER, 60.0, "seconds", "one process drives all local devices")
+    GLOO_TIMEOUT = _not_on_xla(NUMBER, 14400.0, "seconds that processes wait for each other", _ONE_PROCESS)
+    RINGBUFFER_WARNING_INTERVAL = _not_on_xla(NUMBER, 60.0, "seconds between warnings of such waits", _ONE_PROCESS)
     GC_INTERVAL_STEP = _not_on_xla(INTEGER, 1000, "steps between garbage collections", "Python collects as it does")
     DISABLE_SYNC_GUARD = _not_on_xla(BOOLEAN, False, "no detector of host synchronisation", _COMPILED)
     ENFORCE_EAGER = _not_on_xla(BOOLEAN, False, "no CUDA graphs", _COMPILED)
@@ -194,7 +195,7 @@ class Environment:
     PREFILL_STORE_EXTRA_SIZE = _not_on_xla(INTEGER, 128, "how much longer", _SLOTS)
     PROFILE_TORCH_CUDA_MEMORY = _not_on_xla(TEXT, None, "record the allocator's history", _PROFILER)
     ENABLE_MEMORY_TRACING = _not_on_xla(BOOLEAN, False, "write a snapshot of the memory", _PROFILER)
-    CPP_LOG_LEVEL = _not_on_xla(TEXT, None, "of the native scheduler", "the scheduler is Python: use logging")
+    CPP_LOG_LEVEL = _not_on_xla(TEXT, None, "log level of the native scheduler", "the scheduler is Python: use logging")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,0 +1,140 @@
+"""How many bytes each part of an engine takes on one device; arithmetic on shapes, nothing is allocated."""
+
+import functools
+import math
+from collections import Counter
+from typing import cast
+
+from jax.sharding import AbstractMesh, Mesh
+
+from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.checkpoint.leaves import leaf_form
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.layer_plan import layer_plans
+from deepinfer_jax.layout import DTYPE_BYTES, ParamSpec, param_specs
+from deepinfer_jax.paged_cache import state_specs
+from deepinfer_jax.sharding import DATA, EXPERT, param_sharding, placed_shape
+
+SLOT_TABLE_BYTES = 5 * 4 + 1 + 8
+"""Of a slot: length, last token, temperature, top_p and top_k of 4 bytes each, greedy of 1, seed of 8."""
+
+# What `PagedCache` calls its parts, in words.
+_STATE_NAMES = {
+    "entries": "compressed KV",
+    "index_keys": "index keys",
+    "windows": "window rings",
+    "open_groups": "open groups",
+    "ngrams": "n-gram tails",
+    "draft_windows": "draft window rings",
+}
+_LARGEST_TILE = 64  # rows of an expert's tile
+_ATTENTION_TILE = 32  # query rows of an attention tile
+
+
+def checkpoint_bytes(config: ModelConfig) -> int:
+    """Payload bytes of all released tensors (released: 510,286,023,000).
+
+    That is what `total_size` of a checkpoint's index counts: the data alone. The files themselves are longer by the
+    JSON header of each shard.
+    """
+    return sum(len(spec.names) * sum(t.nbytes for t in spec.stored(spec.names[0])) for spec in _specs(config))
+
+
+@functools.cache
+def _specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
+    return tuple(param_specs(config))
+
+
+def weight_bytes(config: ModelConfig, precision: str, platform: str, data: int, expert: int) -> dict[str, int]:
+    """Bytes per device of each kind of weights, on a mesh of data x expert devices.
+
+    Raises:
+        ValueError: a weight whose size the devices cannot share, or there is no such precision.
+    """
+    mesh = cast(Mesh, AbstractMesh((data, expert), (DATA, EXPERT)))  # the rules read its names and sizes only
+    sizes: Counter[str] = Counter()
+    for spec in _specs(config):
+        is_stored = leaf_form(spec, precision, platform) == "stored"
+        sizes[_kind(spec.names[0])] += _spec_bytes(spec, is_stored, mesh)
+    if config.text.engram_layer_ids:
+        sizes["Engram tables"] += 4 * config.text.vocab_size  # the token map, on every device
+    return dict(sizes)
+
+
+def _kind(name: str) -> str:
+    if name.startswith("mtp."):
+        return "draft weights"
+    if name.startswith(("vision.", "aligner.", "image_")):
+        return "vision weights"
+    if ".ffn.experts." in name:
+        return "routed experts"
+    return "Engram tables" if ".engram.embed." in name else "text weights"
+
+
+def _spec_bytes(spec: ParamSpec, is_stored: bool, mesh: Mesh) -> int:
+    sharding = param_sharding(spec, mesh)
+    padding = placed_shape(spec, mesh)[0] - spec.full_shape[0]  # of experts and table rows
+
+    def nbytes(shape: tuple[int, ...], itemsize: int) -> int:
+        first, *rest = (len(spec.names), *shape) if spec.stacked else shape
+        return math.prod(sharding.shard_shape((first + padding, *rest))) * itemsize
+
+    if not is_stored:
+        return nbytes(spec.shape, 4)
+    scales = 0 if spec.scale_shape is None else nbytes(spec.scale_shape, 1)
+    return nbytes(spec.stored_shape, DTYPE_BYTES[spec.dtype]) + scales
+
+
+def state_bytes(
+    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of one block and of one slot, each by kind. Raises ValueError as `paged_cache.state_specs`."""
+    sizes: dict[str, Counter[str]] = {"block": Counter(), "slot": Counter()}
+    for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
+        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes
+    return dict(sizes["block"]), dict(sizes["slot"])
+
+
+def temporary_bytes(
+    config: ModelConfig,
+    precision: str,
+    *,
+    decode_rows: int,
+    decode_time: int,
+    prefill_tokens: int,
+    context: int,
+) -> int:
+    """An estimate of what a step needs besides weights and caches, of the larger of its two programs.
+
+    With t tokens in the step, of an activation type of b bytes (2 in bf16):
+
+    - streams, before and after a layer: t·hc·hidden·(2b + 4);
+    - candidate blocks, kept for later layers: one byte for each of t·context entries;
+    - and of these, which do not live at the same time, the largest:
+      - attention: query, heads and an fp32 product, t·heads·head_dim·(2b + 4), and one tile of gathered keys,
+        32 rows of each sequence·(window + index_topk)·head_dim·(b + 4);
+      - experts: rows in and out of their tiles, (t·k + 64·experts)·hidden·2b, and one expert in fp32;
+      - index scores, before and while the best are picked: t·context·(2b + 8);
+      - sampling: logits, probabilities and their sums of each sampled row, rows·vocab·4·5.
+
+    Args:
+        decode_rows, decode_time: of the decode program.
+        prefill_tokens: of the prefill program; it samples few rows.
+        context: tokens that the widest block table spans.
+    """
+    text, b = config.text, 2 if arithmetic(config, precision).is_low else 4
+    entries = context // min((plan.ratio for plan in layer_plans(text) if plan.is_index_source), default=context + 1)
+    sampled = decode_rows * decode_time * text.vocab_size * 4 * 5
+
+    def step(tokens: int, sequences: int) -> int:
+        keys = text.sliding_window + text.index_topk
+        gathered = min(tokens, _ATTENTION_TILE * sequences) * keys * text.head_dim * (b + 4)
+        attention = tokens * text.num_attention_heads * text.head_dim * (2 * b + 4) + gathered
+        pairs = tokens * text.num_experts_per_tok
+        rows = pairs + _LARGEST_TILE * min(pairs, text.n_routed_experts)
+        experts = rows * text.hidden_size * 2 * b + 3 * text.moe_intermediate_size * text.hidden_size * 4
+        scores = tokens * entries * (2 * b + 8)
+        streams = tokens * text.hc_mult * text.hidden_size * (2 * b + 4)
+        return streams + tokens * entries + max(attention, experts, scores, sampled)
+
+    return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, 1))

@@ -1,0 +1,249 @@
+"""The memory plan against numbers worked out by hand, against the arrays themselves, and against brute force."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepinfer_jax import memory
+from deepinfer_jax.checkpoint.init import init_params
+from deepinfer_jax.checkpoint.tiny_config import TINY
+from deepinfer_jax.config import PRECISIONS, ModelConfig, load_config, parse_config
+from deepinfer_jax.layout import released_tensors
+from deepinfer_jax.memory import device_memory, format_bytes, plan_memory
+from deepinfer_jax.memory_parts import checkpoint_bytes, temporary_bytes, weight_bytes
+from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
+
+TESTS = Path(__file__).parent
+GB = 10**9
+RELEASED = parse_config(json.loads((TESTS / "configs" / "released.json").read_text()))
+TINY_CONFIG = parse_config(TINY)
+STATE = ("compressed KV", "index keys", "window rings", "open groups", "n-gram tails", "draft window rings")
+WEIGHTS = ("text weights", "routed experts", "Engram tables", "draft weights", "vision weights")
+
+
+def test_the_checkpoint_s_bytes_are_those_of_its_tensors_without_headers() -> None:
+    assert checkpoint_bytes(RELEASED) == 510_286_023_000 == sum(tensor.nbytes for tensor in released_tensors(RELEASED))
+    folder = TESTS / "golden" / "B_s15"
+    raw = (folder / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    assert checkpoint_bytes(load_config(folder)) == len(raw) - header
+
+
+def test_released_weights_on_one_device_are_the_published_parts() -> None:
+    token_map = 4 * 129_280
+    assert weight_bytes(RELEASED, "reference", "gpu", 1, 1) == {
+        "text weights": 9_846_748_608,
+        "routed experts": 288_777_830_400,
+        "Engram tables": 202_758_032_400 + token_map,
+        "vision weights": 970_536_960,
+        "draft weights": 7_932_874_632,
+    }
+
+
+def test_released_weights_on_2_x_4_devices() -> None:
+    found = weight_bytes(RELEASED, "reference", "gpu", 2, 4)
+    # Embedding and head lie over all eight; every other text weight is on each device.
+    vocabulary = 2 * 129_280 * 5120 * 2
+    assert found["text weights"] == 9_846_748_608 - vocabulary + vocabulary // 8
+    # Experts lie over the four of the expert axis.
+    assert found["routed experts"] == 288_777_830_400 // 4
+    # 384,006,168 rows divide by eight, 384,016,682 are filled up to 8 x 48,002,086; a row has 256 + 8 bytes.
+    assert found["Engram tables"] == (48_000_771 + 48_002_086) * 264 + 4 * 129_280
+
+
+def test_experts_that_do_not_divide_are_filled_up() -> None:
+    expert = 3 * (2304 * 5120 // 2 + 2304 * 5120 // 32)  # FP4 and one scale byte for 32 values
+    found = weight_bytes(RELEASED, "reference", "gpu", 1, 5)
+    assert found["routed experts"] == 40 * 77 * expert  # 5 x 77 = 385
+
+
+def test_a_mesh_that_cannot_share_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"embed\.weight: axis 0 \(vocab\) has 129280 entries .* 3 devices"):
+        plan_memory(RELEASED, expert_parallel_size=3)
+
+
+def test_released_state_is_890_bytes_per_token_and_528_per_window_row() -> None:
+    plan = plan_memory(RELEASED, max_num_seqs=1, num_blocks=10, max_model_len=1024)
+    # Entry and index key take 288 + 68 bytes; the sources are three of ratio 2 and one of ratio 1.
+    assert plan.bytes_per_token == (288 + 68) * (3 / 2 + 1) == 890
+    assert plan.bytes_per_block == 128 * 890
+    assert {name: plan.parts[name] for name in STATE} == {
+        "compressed KV": 10 * 128 * 288 * 5 // 2,
+        "index keys": 10 * 128 * 68 * 5 // 2,
+        "window rings": 40 * 128 * 528,
+        "open groups": 3 * 2 * 512 * 4,
+        "n-gram tails": 3 * 4,
+        "draft window rings": 3 * 128 * 528,
+    }
+    assert plan.bytes_per_slot == 2_703_360 + 12_288 + 12 + 202_752
+    assert plan.parts["block tables"] == 1024 // 128 * 4
+    assert plan.parts["snapshots"] == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "packed", "per_token"),
+    [("bf16", True, 890), ("reference", False, 2.5 * 640 * 2), ("float32", True, 890), ("float32_exact", True, 6400)],
+)
+def test_unpacked_state_takes_the_type_of_the_arithmetic(precision: str, packed: bool, per_token: float) -> None:
+    plan = plan_memory(RELEASED, precision=precision, packed=packed, num_blocks=1)
+    assert plan.bytes_per_token == per_token
+
+
+def test_drafts_keep_their_distributions() -> None:
+    plan = plan_memory(RELEASED, num_drafts=5, max_num_seqs=32, num_blocks=1)
+    assert plan.parts["draft log-probabilities"] == 32 * 5 * 129_280 * 4
+    assert plan_memory(RELEASED, num_blocks=1).parts["draft log-probabilities"] == 0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> None:
+    shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4)
+    plan = plan_memory(
+        TINY_CONFIG, precision=precision, platform="cpu", max_num_seqs=3, num_blocks=7, tokens_per_block=4
+    )
+    params = jax.eval_shape(lambda key: init_params(TINY_CONFIG, key, precision=precision), jax.random.key(0))
+    cache = jax.eval_shape(lambda: init_paged_cache(TINY_CONFIG, shape, precision=precision))
+    assert sum(plan.parts[name] for name in WEIGHTS) == _nbytes(params)
+    assert sum(plan.parts[name] for name in STATE) == _nbytes(cache)
+    assert plan.total == sum(plan.parts.values())
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_each_data_index_has_its_share_of_sequences_and_its_own_blocks() -> None:
+    one = plan_memory(RELEASED, expert_parallel_size=8, memory=141 * GB, max_num_seqs=9, max_model_len=8192)
+    two = plan_memory(
+        RELEASED, data_parallel_size=2, expert_parallel_size=8, memory=141 * GB, max_num_seqs=9, max_model_len=8192
+    )
+    assert (one.num_slots, two.num_slots) == (9, 5)
+    assert (one.num_blocks, two.num_blocks) == (9 * 64, 5 * 64)
+    assert (one.concurrency(8192), two.concurrency(8192), two.concurrency(100)) == (9, 10, 10)
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 40),
+        "tokens_per_block": st.sampled_from([2, 16, 128]),
+        "max_prefill_tokens": st.integers(1, 300),
+        "num_drafts": st.integers(0, 2),
+        "max_model_len": st.none() | st.integers(1, 300),
+        "memory": st.integers(1, 40_000_000),
+        "utilization": st.floats(0.1, 1),
+    }
+)
+
+
+@given(sizes)
+def test_a_plan_fits_exactly_when_it_names_no_problem(arguments: dict[str, Any]) -> None:
+    plan = plan_memory(TINY_CONFIG, **arguments)
+    needed = -(-plan.max_model_len // plan.tokens_per_block)
+    assert plan.budget is not None
+    assert (plan.problem == "") == (plan.total <= plan.budget and plan.num_blocks >= needed)
+    if plan.problem:
+        return
+    assert plan.concurrency(plan.max_model_len) >= 1
+    # The pool is as large as memory or use allows.
+    everyone = plan.num_slots * needed
+    assert plan.num_blocks == everyone or plan.total + plan.bytes_per_block > plan.budget
+    if arguments["max_model_len"] is None and plan.max_model_len < TINY_CONFIG.text.max_position_embeddings:
+        assert plan.max_model_len % plan.tokens_per_block == 0
+        longer = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": plan.max_model_len + plan.tokens_per_block})
+        assert longer.problem
+
+
+def test_without_a_limit_every_sequence_can_have_the_whole_length() -> None:
+    plan = plan_memory(TINY_CONFIG, max_num_seqs=5)
+    assert plan.max_model_len == TINY_CONFIG.text.max_position_embeddings
+    assert plan.table()[-1] == (plan.max_model_len, 5)
+    assert plan.problem == ""
+
+
+def test_too_few_devices_are_told_the_least_number_that_suffices() -> None:
+    plan = plan_memory(RELEASED, memory=141 * GB)
+    assert plan.problem.startswith(
+        "the weights take 510 GB on each of 1 device(s), but each has 127 GB (0.9 of 141 GB)"
+    )
+    enough = [
+        count
+        for count in (2, 4, 5, 8)  # those that share the vocabulary
+        if not plan_memory(RELEASED, memory=141 * GB, expert_parallel_size=count).problem
+    ]
+    assert plan.problem.endswith(f"; {enough[0]} devices can (data 1 x expert {enough[0]})")
+
+
+def test_weights_that_every_device_holds_cannot_be_helped_by_more_devices() -> None:
+    plan = plan_memory(RELEASED, memory=8 * GB)
+    assert "no number of devices can" in plan.problem
+
+
+def test_a_pool_that_is_too_small_for_one_sequence_says_the_arithmetic() -> None:
+    plan = plan_memory(RELEASED, num_blocks=7, max_model_len=1000)
+    assert plan.problem.startswith(
+        "a sequence of 1000 tokens needs 8 blocks of 128 tokens, but the pool has 7: at most 896 tokens"
+    )
+    assert plan_memory(RELEASED, num_blocks=7).max_model_len == 896
+
+
+def test_context_that_does_not_fit_is_a_problem_with_the_numbers() -> None:
+    plan = plan_memory(RELEASED, memory=80 * GB, expert_parallel_size=10, max_model_len=1_000_000)
+    assert "one sequence of 1000000 tokens take" in plan.problem
+    assert plan.problem.count("GB") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_seqs", 0), ("memory", -1), ("utilization", 1.5), ("num_blocks", 0), ("data_parallel_size", 0)],
+)
+def test_a_number_that_cannot_be_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value}; it must be"):
+        plan_memory(TINY_CONFIG, **{name: value})
+
+
+def test_temporaries_grow_with_every_size() -> None:
+    def size(config: ModelConfig = RELEASED, **changes: int) -> int:
+        base = {"decode_rows": 8, "decode_time": 1, "prefill_tokens": 256, "context": 4096}
+        return temporary_bytes(config, "reference", **base | changes)
+
+    assert size() <= size(decode_rows=4096) and size() < size(prefill_tokens=512) < size(context=1 << 20)
+    # Scores of 2048 rows against a million entries dominate: 12 bytes each, one for the candidates.
+    long = size(prefill_tokens=2048, context=1 << 20)
+    assert long == 2048 * ((1 << 20) * 13 + 4 * 5120 * 8)
+    # Of 4096 sampled rows, five fp32 arrays over the vocabulary.
+    wide = size(decode_rows=4096)
+    assert wide == 4096 * (4096 + 4 * 5120 * 8 + 129_280 * 20)
+
+
+def test_a_device_s_memory_is_what_its_allocator_has_left() -> None:
+    gpu: Any = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30})
+    assert device_memory(gpu) == 70
+
+
+def test_virtual_devices_share_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = jax.devices("cpu")[0]
+    limit, usage = tmp_path / "limit", tmp_path / "usage"
+    monkeypatch.setattr(memory, "_CGROUP_FILES", ((limit, usage),))
+    whole = device_memory(cpu)  # no such files
+    assert whole > 10**8
+    limit.write_text("1000000\n")
+    usage.write_text("400000\n")
+    assert device_memory(cpu) == 600_000
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [cpu] * 4)
+    assert device_memory(cpu) == 150_000
+    limit.write_text("max\n")
+    assert device_memory(cpu) > 150_000
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (141 * GB, "141 GB"), (99_960_000, "100 MB"), (999_999, "1000 kB")],
+)
+def test_sizes_are_written_with_three_figures(size: int, text: str) -> None:
+    assert format_bytes(size) == text
