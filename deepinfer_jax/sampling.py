@@ -65,10 +65,11 @@ class Sampled(NamedTuple):
     top_logprobs: Array
 
 
-def sample(logits: Array, rows: SamplingRows, *, num_top: int = 0) -> Sampled:
+def sample(logits: Array, rows: SamplingRows, *, num_top: int = 0, wants_top: Array | None = None) -> Sampled:
     """One token per row from `logits` float32 [rows, vocab].
 
-    A greedy step costs one pass over the logits; filters and draws run only if some row needs them.
+    A greedy step costs one pass over the logits; filters and draws run only if some row needs them, and with
+    `wants_top`, bool [], the lists of the `num_top` likeliest tokens only where it holds (zeros otherwise).
     """
     with jax.named_scope("sample"):
         best = jnp.max(logits, axis=-1)
@@ -82,14 +83,27 @@ def sample(logits: Array, rows: SamplingRows, *, num_top: int = 0) -> Sampled:
         tokens = jnp.where(rows.greedy, tokens, drawn)
         tokens = jnp.where(rows.forced >= 0, rows.forced, tokens)
 
-        top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(num_top, vocab))
+        count = min(num_top, vocab)
+        if wants_top is None or count == 0:
+            top_tokens, top_logprobs = _likeliest(logprobs, count)
+        else:
+            nothing = jnp.zeros((logits.shape[0], count), jnp.int32)
+            top_tokens, top_logprobs = jax.lax.cond(
+                wants_top, lambda: _likeliest(logprobs, count), lambda: (nothing, nothing.astype(jnp.float32))
+            )
         return Sampled(
             tokens=tokens,
             logprobs=token_logprobs(logprobs, tokens),
             finite=jnp.isfinite(best),  # a maximum carries NaN along
-            top_tokens=top_tokens.astype(jnp.int32),
-            top_logprobs=jnp.maximum(top_logprobs, MIN_LOGPROB),
+            top_tokens=top_tokens,
+            top_logprobs=top_logprobs,
         )
+
+
+def _likeliest(logprobs: Array, count: int) -> tuple[Array, Array]:
+    """int32 and float32 [rows, count], in descending order, lowest id first on ties."""
+    values, tokens = jax.lax.top_k(logprobs, count)
+    return tokens.astype(jnp.int32), jnp.maximum(values, MIN_LOGPROB)
 
 
 def processed_logprobs(logits: Array, temperature: Array, top_p: Array, top_k: Array) -> Array:

@@ -1,21 +1,28 @@
-"""Compiled step programs and the cache that they hand on."""
+"""Compiled step programs, the state that they hand on, and results that are still on their way."""
 
 import functools
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
-from deepinfer_jax.runtime.step_input import NUM_COLUMNS, pack
-from deepinfer_jax.runtime.steps import StepOutput, StepShape, run_step
+from deepinfer_jax.paged_cache import CacheShape
+from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, pack_decode, pack_prefill
+from deepinfer_jax.runtime.steps import StepOutput, StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import StepModel
+from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
+from deepinfer_jax.sharding import DATA
 
 logger = logging.getLogger(__name__)
 
-# Lengths of the lists of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
-_TOP_BUCKETS = (0, 8, 64, 1000)
+Kind = Literal["prefill", "decode"]
 
 
 class Spec(NamedTuple):
@@ -35,92 +42,180 @@ def _spec(tree: Any) -> Spec:
 
 
 @functools.lru_cache(maxsize=64)
-def compile_step(model: StepModel, shape: StepShape, params: Spec, cache: Spec) -> Any:
-    """The compiled `run_step`, which takes (params, cache, packed) and donates the cache.
+def compile_step(
+    model: StepModel, kind: Kind, shape: CacheShape, bucket: Bucket, params: Spec, state: Spec, packed: Spec
+) -> Any:
+    """The compiled step program, which takes (params, state, packed) and donates the state.
 
     Engines of one process share programs: a model with equal configuration and arrays of equal kind is compiled once.
     """
-    logger.info("compiling the step program of %s", shape)
-    step = jax.jit(functools.partial(run_step, model, shape), donate_argnums=1)
-    packed = jax.ShapeDtypeStruct((shape.rows, NUM_COLUMNS + shape.time), np.int32)
-    return step.lower(params.tree(), cache.tree(), packed).compile()
+    logger.info("compiling the %s program of %s", kind, bucket)
+    program: Callable[..., Any] = prefill_step if kind == "prefill" else decode_step
+    step = jax.jit(functools.partial(program, model, shape, bucket), donate_argnums=1)
+    return step.lower(params.tree(), state.tree(), packed.tree()).compile()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the rows of one step gave, in the order of the step's sequences, n of them.
+
+    Attributes:
+        tokens: the token after each row's last new one. int32 [n, 1].
+        counts: how many of them count. int32 [n].
+        logprobs: float32 [n, 1].
+        finite: bool [n], false where the logits were not.
+        top_tokens, top_logprobs: int32 and float32 [n, 1, 1000 or the vocabulary]; None unless some row wanted them.
+        prompt_logprobs: float32 [n, time]; None unless some row wanted them.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    finite: npt.NDArray[np.bool_]
+    top_tokens: npt.NDArray[np.int32] | None
+    top_logprobs: npt.NDArray[np.float32] | None
+    prompt_logprobs: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step. Its small outputs are already on their way to the host.
+
+    Attributes:
+        output: device arrays, [data · bucket.rows, ...].
+        places: int32 [n], where the step's sequences are among these rows.
+    """
+
+    output: StepOutput
+    places: npt.NDArray[np.int32]
+    wants_top: bool
+    wants_prompt_logprobs: bool
+
+    def start_copies(self) -> None:
+        """Sends the arrays that `result` reads towards the host as soon as they exist."""
+        sampled = self.output.sampled
+        arrays = [sampled.tokens, sampled.logprobs, sampled.finite]
+        if self.wants_top:
+            arrays += [sampled.top_tokens, sampled.top_logprobs]
+        if self.wants_prompt_logprobs and self.output.prompt_logprobs is not None:
+            arrays.append(self.output.prompt_logprobs)
+        for array in arrays:
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Waits until the step is done; raises what went wrong on the device."""
+        sampled = self.output.sampled
+
+        def rows(array: Any, wanted: bool = True) -> Any:
+            return np.asarray(array)[self.places] if wanted else None
+
+        return StepResult(
+            tokens=rows(sampled.tokens)[:, None],
+            counts=np.ones(len(self.places), np.int32),
+            logprobs=rows(sampled.logprobs)[:, None],
+            finite=rows(sampled.finite),
+            top_tokens=rows(sampled.top_tokens)[:, None] if self.wants_top else None,
+            top_logprobs=rows(sampled.top_logprobs)[:, None] if self.wants_top else None,
+            prompt_logprobs=rows(self.output.prompt_logprobs, self.wants_prompt_logprobs),
+        )
 
 
 class Runner:
-    """Runs steps of `model` with `params` on a dense cache.
+    """Runs step programs of `model` with `params`, one per bucket, all compiled by `warm_up`.
 
-    A program is compiled once per `StepShape` and kept. The cache has as many rows as the step asks for: it grows
-    with its contents, and is laid out anew when every row starts from nothing.
+    Arguments:
+        buckets: every shape that a step may have.
+        shape: sizes of the pools.
+        table_width: blocks of the longest block table.
+        num_drafts: drafts that a decode step verifies per sequence.
+        mesh: what `params` are spread over; the data axis has `shape.data` devices.
     """
 
-    def __init__(self, model: StepModel, params: Any) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        params: Any,
+        *,
+        buckets: BucketTable,
+        shape: CacheShape,
+        table_width: int,
+        num_drafts: int = 0,
+        mesh: Mesh | None = None,
+    ) -> None:
         self._model = model
         self._params = params
-        self._programs: dict[StepShape, Any] = {}
-        self._rows = 0
-        self._cache: Any = None
+        self._buckets = buckets
+        self._shape = shape
+        self._new_blocks = blocks_per_decode(shape.tokens_per_block, num_drafts)
+        self._table_width = table_width
+        self._mesh = mesh
+        self._placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+        self._programs: dict[tuple[Kind, Bucket], Any] = {}
+        self._state: StepState | None = None
+        self.reset()
 
     @property
     def compile_count(self) -> int:
-        """How many programs this runner has needed."""
+        """How many programs this runner has; `warm_up` makes all, a step never one."""
         return len(self._programs)
 
-    def run(
-        self,
-        slots: npt.NDArray[np.int32],
-        tokens: npt.NDArray[np.int32],
-        *,
-        cache_rows: int,
-        chunk: int,
-        num_top: int,
-        prompt_logprobs: bool,
-        reset: npt.NDArray[np.bool_],
-        **columns: npt.ArrayLike,
-    ) -> StepOutput:
-        """One step of all rows in use, `slots` int32 [n], on `tokens` int32 [n, new]; blocks until it is done.
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
+        kinds: list[tuple[Kind, Bucket]] = [("decode", bucket) for bucket in self._buckets.decode]
+        kinds += [("prefill", bucket) for bucket in self._buckets.prefill]
+        params, state = _spec(self._params), _spec(self._state)
+        for kind, bucket in tqdm(kinds, desc="Compiling step programs", disable=not progress, leave=False):
+            packed = Spec(
+                jax.tree.structure(0),
+                (jax.ShapeDtypeStruct(self._packed_shape(kind, bucket), np.int32, sharding=self._placement),),
+            )
+            self._programs[kind, bucket] = compile_step(self._model, kind, self._shape, bucket, params, state, packed)
 
-        Arguments:
-            cache_rows: rows of the cache from now on.
-            chunk: most new tokens of a row with so many rows; a step of more than one token runs in this shape.
-            num_top: length of the longest list of likeliest tokens that a row asks for.
-            prompt_logprobs: whether some row wants those of its new tokens.
-            reset: bool [n], rows that start from nothing.
-            columns: the other columns of `step_input`, each `[n]`.
+    def prefill(self, step: PrefillStep, sampling: dict[str, npt.NDArray[Any]]) -> InFlight:
+        """Launches a prefill step; sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]."""
+        packed = pack_prefill(step, self._shape.data, self._shape.slots, sampling)
+        wants_top, wants_prompt = (bool(np.any(sampling[name])) for name in ("wants_top", "wants_prompt_logprobs"))
+        return self._launch("prefill", step, packed, wants_top, wants_prompt)
 
-        Returns NumPy arrays of the given rows, in their order.
-        """
-        if self._cache is None or (reset.all() and cache_rows != self._rows):
-            self._cache = None  # freed before the new one is made
-            self._rows, self._cache = cache_rows, self._model.init_cache(cache_rows)
-        elif cache_rows > self._rows:
-            self._grow(cache_rows)
-        shape = StepShape(
-            rows=self._rows,
-            time=1 if tokens.shape[1] == 1 else chunk,
-            num_top=next(bucket for bucket in _TOP_BUCKETS if bucket >= num_top),
-            prompt_logprobs=prompt_logprobs,
-        )
-        packed = pack(shape.rows, shape.time, slots, tokens, reset=reset, **columns)
-        program = self._program(shape)
-        cache, self._cache = self._cache, None  # donated: a step that fails leaves none
-        output, cache = program(self._params, cache, packed)
-        output = jax.device_get(output)
-        self._cache = cache
-        return jax.tree.map(lambda array: array[slots], output)
+    def decode(self, step: DecodeStep, forced: npt.NDArray[np.int32] | None, wants_top: bool) -> InFlight:
+        """Launches a decode step; forced: int32 [n], an id that a row must produce, −1 for none; None: no row."""
+        packed = pack_decode(step, self._shape.data, self._shape.slots, forced, wants_top)
+        return self._launch("decode", step, packed, wants_top, False)
 
     def close(self) -> None:
-        """Frees parameters, cache and programs."""
-        self._params = self._cache = None
+        """Frees parameters, state and programs."""
+        self._params = self._state = None
         self._programs.clear()
 
-    def _program(self, shape: StepShape) -> Any:
-        if shape not in self._programs:
-            self._programs[shape] = compile_step(self._model, shape, _spec(self._params), _spec(self._cache))
-        return self._programs[shape]
+    def reset(self) -> None:
+        """Empties pools and slots; needed after a step that failed, which took the state with it."""
+        self._state = None  # freed before the new one is made
+        cache = self._model.init_cache(self._shape, self._mesh)
+        self._state = StepState(cache, init_slot_table(self._shape, self._table_width, self._mesh))
 
-    def _grow(self, rows: int) -> None:
-        """Moves the rows in use to a larger cache."""
-        self._cache = jax.tree.map(
-            lambda new, kept: new.at[: kept.shape[0]].set(kept), self._model.init_cache(rows), self._cache
+    def _launch(
+        self,
+        kind: Kind,
+        step: DecodeStep | PrefillStep,
+        packed: npt.NDArray[np.int32],
+        wants_top: bool,
+        wants_prompt_logprobs: bool,
+    ) -> InFlight:
+        program = self._programs.get((kind, step.bucket))
+        if program is None:
+            known = ", ".join(f"{kind} {bucket}" for kind, bucket in self._programs)
+            raise RuntimeError(f"no {kind} program was compiled for {step.bucket}; there are: {known or 'none'}")
+        state, self._state = self._state, None  # donated: a step that fails leaves none
+        output, self._state = program(self._params, state, jax.device_put(packed, self._placement))
+        step_in_flight = InFlight(
+            output, step.data_index * step.bucket.rows + step.row, wants_top, wants_prompt_logprobs
         )
-        self._rows = rows
+        step_in_flight.start_copies()
+        return step_in_flight
+
+    def _packed_shape(self, kind: Kind, bucket: Bucket) -> tuple[int, int, int]:
+        if kind == "decode":
+            width = len(DECODE_COLUMNS) + self._new_blocks
+        else:
+            width = len(PREFILL_COLUMNS) + blocks_for(bucket.time, self._shape.tokens_per_block) + bucket.time
+        return self._shape.data, bucket.rows, width

@@ -1,6 +1,6 @@
 """The one packed int32 array that the host hands to a step program."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -8,89 +8,94 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.sampling import GREEDY_TEMPERATURE, SamplingRows
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep
 
-# One column per field, in this order; the tokens follow. Floats and unsigned words travel as their bits.
-# next_token is the prompt's token after the new ones: the target of the last new token's log-probability.
-_COLUMNS = (
+# One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
+# words travel as their bits. next_token is the prompt's token after the new ones: the target of the last new token's
+# log-probability.
+DECODE_COLUMNS = ("slot", "forced", "wants_top", "first_new_block")
+PREFILL_COLUMNS = (
+    "slot",
+    "forced",
+    "wants_top",
+    "first_new_block",
+    "start",
     "num_new_tokens",
-    "reset",
-    "next_token",
     "temperature",
-    "greedy",
     "top_p",
     "top_k",
+    "greedy",
     "seed_low",
     "seed_high",
-    "position",
     "banned",
-    "forced",
+    "next_token",
+    "wants_prompt_logprobs",
 )
 _FLOATS = ("temperature", "top_p")
 _WORDS = ("seed_low", "seed_high")
-NUM_COLUMNS = len(_COLUMNS)
-
-# An idle row: nothing to run, nothing to draw.
-_IDLE = {"temperature": GREEDY_TEMPERATURE, "greedy": True, "top_p": 1.0, "top_k": -1, "banned": -1, "forced": -1}
 
 
-def pack(
-    rows: int, time: int, slots: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], **columns: npt.ArrayLike
+def pack_decode(
+    step: DecodeStep, data: int, num_slots: int, forced: npt.NDArray[np.int32] | None, wants_top: bool
 ) -> npt.NDArray[np.int32]:
-    """int32 [rows, NUM_COLUMNS + time] with the given columns at `slots` and every other row idle.
+    """int32 [data, bucket.rows, columns + new blocks]; forced: int32 [n] or None for no forced token."""
+    columns: dict[str, npt.ArrayLike] = {
+        "slot": step.slots,
+        "forced": -1 if forced is None else forced,
+        "wants_top": wants_top,
+        "first_new_block": step.first_new_block,
+    }
+    return _pack(step, data, num_slots, DECODE_COLUMNS, columns, step.new_blocks)
 
-    `tokens` is int32 [len(slots), <= time]; each column is `[len(slots)]` of its natural type. Always a fresh
-    array: JAX on CPU reads the host's buffer while the step runs (K11).
+
+def pack_prefill(
+    step: PrefillStep, data: int, num_slots: int, sampling: Mapping[str, npt.ArrayLike]
+) -> npt.NDArray[np.int32]:
+    """int32 [data, bucket.rows, columns + new blocks + bucket.time].
+
+    sampling: the columns that the scheduler does not know, each [n] of its natural type.
     """
-    packed = np.zeros((rows, NUM_COLUMNS + time), np.int32)
-    for column, name in enumerate(_COLUMNS):
-        packed[:, column] = _bits(name, _IDLE.get(name, 0))
-        packed[slots, column] = _bits(name, columns[name])
-    packed[slots, NUM_COLUMNS : NUM_COLUMNS + tokens.shape[1]] = tokens
+    columns = {
+        **sampling,
+        "slot": step.slots,
+        "first_new_block": step.first_new_block,
+        "start": step.starts,
+        "num_new_tokens": step.num_new_tokens,
+    }
+    return _pack(step, data, num_slots, PREFILL_COLUMNS, columns, np.hstack([step.new_blocks, step.tokens]))
+
+
+def _pack(
+    step: DecodeStep | PrefillStep,
+    data: int,
+    num_slots: int,
+    names: tuple[str, ...],
+    columns: Mapping[str, npt.ArrayLike],
+    rest: npt.NDArray[np.int32],
+) -> npt.NDArray[np.int32]:
+    """Always a fresh array: JAX on CPU reads the host's buffer while the step runs (K11)."""
+    packed = np.zeros((data, step.bucket.rows, len(names) + rest.shape[1]), np.int32)
+    packed[:, :, 0] = num_slots  # an idle row: a slot out of range, no tokens, no blocks
+    rows = np.empty((len(step.sequences), packed.shape[2]), np.int32)
+    for column, name in enumerate(names):
+        rows[:, column] = _bits(name, columns[name])
+    rows[:, len(names) :] = rest
+    packed[:, :, len(names) :] = -1
+    packed[step.data_index, step.row] = rows
     return packed
 
 
-class StepInput(NamedTuple):
-    """The packed array inside the program.
-
-    Attributes:
-        tokens: int32 [rows, time], valid in the first `num_new_tokens` columns of a row.
-        num_new_tokens: int32 [rows], 0 in idle rows.
-        resets: bool [rows], rows to empty first.
-        next_token: int32 [rows], the prompt's token after the new ones.
-        sampling: what each row samples by.
-    """
-
-    tokens: Array
-    num_new_tokens: Array
-    resets: Array
-    next_token: Array
-    sampling: SamplingRows
-
-
-def unpack(packed: Array) -> StepInput:
-    """The fields of packed int32 [rows, NUM_COLUMNS + time]."""
-    column = {name: packed[:, index] for index, name in enumerate(_COLUMNS)}
+def unpack(packed: Array, names: tuple[str, ...], num_blocks: int) -> tuple[dict[str, Array], Array, Array]:
+    """Columns [data, rows] of their natural types, new blocks [data, rows, num_blocks], and what follows them."""
+    column = {name: packed[:, :, index] for index, name in enumerate(names)}
     for name in _FLOATS:
-        column[name] = jax.lax.bitcast_convert_type(column[name], jnp.float32)
-    seed = jnp.stack([jax.lax.bitcast_convert_type(column[name], jnp.uint32) for name in _WORDS], axis=-1)
-    sampling = SamplingRows(
-        temperature=column["temperature"],
-        greedy=column["greedy"] != 0,
-        top_p=column["top_p"],
-        top_k=column["top_k"],
-        seed=seed,
-        position=column["position"],
-        banned=column["banned"],
-        forced=column["forced"],
-    )
-    return StepInput(
-        tokens=packed[:, NUM_COLUMNS:],
-        num_new_tokens=column["num_new_tokens"],
-        resets=column["reset"] != 0,
-        next_token=column["next_token"],
-        sampling=sampling,
-    )
+        if name in column:
+            column[name] = jax.lax.bitcast_convert_type(column[name], jnp.float32)
+    for name in _WORDS:
+        if name in column:
+            column[name] = jax.lax.bitcast_convert_type(column[name], jnp.uint32)
+    first = len(names)
+    return column, packed[:, :, first : first + num_blocks], packed[:, :, first + num_blocks :]
 
 
 def _bits(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int32]:

@@ -1,64 +1,143 @@
-"""The jitted step program: new tokens of every row in, one sampled token per row out."""
+"""The two step programs: a chunk of prompts, and one more token of running sequences.
 
+Each takes the state of the device (cache and slot table, both donated) and one packed array of the host, and gives
+small outputs and the next state. Nothing of a step depends on results that the host would have to read first.
+"""
+
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from deepinfer_jax.runtime.step_input import StepInput, unpack
-from deepinfer_jax.runtime.text_model import StepModel
-from deepinfer_jax.sampling import Sampled, processed_logprobs, sample, token_logprobs
+from deepinfer_jax.paged_cache import CacheShape
+from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, read_slots, sampling_rows, write_slots
+from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
+from deepinfer_jax.runtime.text_model import StepBatch, StepModel
+from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
+from deepinfer_jax.scheduler import Bucket, blocks_for
+
+# Longest list of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
+MAX_TOP = 1000
 
 
-class StepShape(NamedTuple):
-    """The static shape of a step program; one program is compiled per shape.
+class StepState(NamedTuple):
+    """What stays on the device between steps."""
 
-    Attributes:
-        rows: rows of the cache.
-        time: most new tokens of a row.
-        num_top: length of the lists of likeliest tokens, 0 for none.
-        prompt_logprobs: whether the log-probabilities of the new tokens themselves are computed.
-    """
-
-    rows: int
-    time: int
-    num_top: int = 0
-    prompt_logprobs: bool = False
+    cache: Any
+    table: SlotTable
 
 
 class StepOutput(NamedTuple):
-    """What a step returns to the host.
+    """What a step returns to the host; rows are [data · bucket.rows].
 
     Attributes:
-        sampled: the token after each row's last new token; meaningless in idle rows.
+        sampled: the token after each row's last new token; meaningless in idle rows and unfinished prompts. The top
+            lists are zeros unless some row wants one.
         prompt_logprobs: float32 [rows, time]: entry j belongs to the token after new token j, under the row's
-            processed distribution there (DB §7.7); None unless the shape asks.
+            processed distribution there (DB §7.7); zeros unless some row wants them; None of a decode step.
     """
 
     sampled: Sampled
     prompt_logprobs: Array | None
 
 
-def run_step(model: StepModel, shape: StepShape, params: Any, cache: Any, packed: Array) -> tuple[StepOutput, Any]:
-    """One step on packed int32 [rows, NUM_COLUMNS + time] (`step_input.pack`). Returns outputs and the new cache.
-
-    Rows differ in their number of new tokens: prompts up to `time`, running sequences 1, idle rows 0.
-    """
-    step = unpack(packed)
-    hidden, cache = model.advance(params, cache, step.tokens, step.num_new_tokens, step.resets)
-    last = jnp.maximum(step.num_new_tokens - 1, 0)[:, None, None]
-    logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
-    output = StepOutput(
-        sampled=sample(logits, step.sampling, num_top=shape.num_top),
-        prompt_logprobs=_prompt_logprobs(model, params, hidden, step) if shape.prompt_logprobs else None,
+def decode_step(
+    model: StepModel, shape: CacheShape, bucket: Bucket, params: Any, state: StepState, packed: Array
+) -> tuple[StepOutput, StepState]:
+    """One more token of each row, on `step_input.pack_decode`."""
+    cache, table = state
+    column, new_blocks, _ = unpack(packed, DECODE_COLUMNS, packed.shape[2] - len(DECODE_COLUMNS))
+    slots = column["slot"]
+    blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
+    active = slots < shape.slots
+    starts = jnp.where(active, read_slots(table.lengths, slots), 0)
+    batch = StepBatch(
+        tokens=read_slots(table.last_token, slots)[..., None],
+        lengths=active.astype(jnp.int32),
+        starts=starts,
+        slots=slots,
+        tables=read_slots(blocks, slots)[:, :, : bucket.width],
     )
-    return output, cache
+    hidden, cache = model.advance(params, cache, batch)
+    logits = model.logits(params, hidden)[:, 0]
+    rows = sampling_rows(table, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
+    sampled = _sample(logits, rows, column["wants_top"])
+    table = dataclasses.replace(
+        table,
+        blocks=blocks,
+        lengths=write_slots(table.lengths, slots, starts + 1),
+        last_token=write_slots(table.last_token, slots, sampled.tokens.reshape(slots.shape)),
+    )
+    return StepOutput(sampled, None), StepState(cache, table)
 
 
-def _prompt_logprobs(model: StepModel, params: Any, hidden: Array, step: StepInput) -> Array:
+def prefill_step(
+    model: StepModel, shape: CacheShape, bucket: Bucket, params: Any, state: StepState, packed: Array
+) -> tuple[StepOutput, StepState]:
+    """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output."""
+    cache, table = state
+    column, new_blocks, tokens = unpack(packed, PREFILL_COLUMNS, blocks_for(bucket.time, shape.tokens_per_block))
+    slots, starts = column["slot"], column["start"]
+    table = _with_parameters(table, column, shape.blocks)
+    blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
+    active = slots < shape.slots
+    batch = StepBatch(
+        tokens=tokens,
+        lengths=jnp.where(active, column["num_new_tokens"], 0),
+        starts=starts,
+        slots=slots,
+        tables=read_slots(blocks, slots)[:, :, : bucket.width],
+    )
+    hidden, cache = model.advance(params, cache, batch)
+    last = jnp.maximum(batch.lengths.reshape(-1) - 1, 0)[:, None, None]
+    logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
+    ends = starts + batch.lengths
+    rows = sampling_rows(table, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
+    output = StepOutput(
+        sampled=_sample(logits, rows, column["wants_top"]),
+        prompt_logprobs=jax.lax.cond(
+            jnp.any(column["wants_prompt_logprobs"] > 0),
+            lambda: _prompt_logprobs(model, params, hidden, batch, rows, column["next_token"].reshape(-1)),
+            lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
+        ),
+    )
+    table = dataclasses.replace(
+        table,
+        blocks=blocks,
+        lengths=write_slots(table.lengths, slots, ends),
+        last_token=write_slots(table.last_token, slots, output.sampled.tokens.reshape(slots.shape)),
+    )
+    return output, StepState(cache, table)
+
+
+def _sample(logits: Array, rows: SamplingRows, wants_top: Array) -> Sampled:
+    return sample(logits, rows, num_top=MAX_TOP, wants_top=jnp.any(wants_top > 0))
+
+
+def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) -> SlotTable:
+    """The slot table with the rows' sampling parameters, and with empty block tables where a row starts."""
+    slots = column["slot"]
+    starting = jnp.where(column["start"] == 0, slots, table.lengths.shape[1])
+    nothing = jnp.full((*slots.shape, table.blocks.shape[2]), no_block, jnp.int32)
+    return dataclasses.replace(
+        table,
+        blocks=write_slots(table.blocks, starting, nothing),
+        temperature=write_slots(table.temperature, slots, column["temperature"]),
+        top_p=write_slots(table.top_p, slots, column["top_p"]),
+        top_k=write_slots(table.top_k, slots, column["top_k"]),
+        greedy=write_slots(table.greedy, slots, column["greedy"] != 0),
+        seed=write_slots(table.seed, slots, jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)),
+    )
+
+
+def _prompt_logprobs(
+    model: StepModel, params: Any, hidden: Array, batch: StepBatch, rows: SamplingRows, next_token: Array
+) -> Array:
     """float32 [rows, time], one position at a time so that never [rows, time, vocab] exists."""
-    rows = step.sampling
+    time = hidden.shape[1]
+    tokens, lengths = batch.tokens.reshape(-1, time), batch.lengths.reshape(-1)
 
     def at_position(operand: tuple[Array, Array]) -> Array:
         hidden_here, target = operand
@@ -66,6 +145,6 @@ def _prompt_logprobs(model: StepModel, params: Any, hidden: Array, step: StepInp
         logprobs = processed_logprobs(logits, rows.temperature, rows.top_p, rows.top_k)
         return token_logprobs(logprobs, target)
 
-    is_last = jnp.arange(step.tokens.shape[1]) == step.num_new_tokens[:, None] - 1
-    targets = jnp.where(is_last, step.next_token[:, None], jnp.roll(step.tokens, -1, axis=1))
+    is_last = jnp.arange(time) == lengths[:, None] - 1
+    targets = jnp.where(is_last, next_token[:, None], jnp.roll(tokens, -1, axis=1))
     return jax.lax.map(at_position, (hidden.swapaxes(0, 1), targets.T)).T

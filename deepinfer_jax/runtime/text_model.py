@@ -1,65 +1,79 @@
-"""The model as the step programs see it: advance rows of a cache, and logits of some of their positions."""
+"""The model as the step programs see it: advance rows of paged caches, and logits of some of their positions."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jax import Array
+from jax.sharding import Mesh
 
-from deepinfer_jax.cache import Cache, init_cache, reset_rows
+from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.config import ModelConfig, Precision
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.model.forward import compute_logits, forward
+from deepinfer_jax.model.forward import compute_logits, hidden_states
+from deepinfer_jax.model.probe import Probe
+from deepinfer_jax.paged_cache import CacheShape, PagedCache, init_paged_cache
+from deepinfer_jax.paged_view import PagedView
 from deepinfer_jax.params import Params
+
+
+class StepBatch(NamedTuple):
+    """The rows of a step, `rows` for each data index.
+
+    Attributes:
+        tokens: int32 [data, rows, time], valid in the first `lengths` columns of a row.
+        lengths: new tokens, 0 in idle rows. int32 [data, rows].
+        starts: tokens of the sequence that the cache holds already. int32 [data, rows].
+        slots: int32 [data, rows]; an idle row has the number of slots.
+        tables: blocks in order of position, the number of blocks where there is none. int32 [data, rows, width].
+    """
+
+    tokens: Array
+    lengths: Array
+    starts: Array
+    slots: Array
+    tables: Array
 
 
 class StepModel(Protocol):
     """What a step program asks of a model. `params` and `cache` are pytrees, opaque to the caller.
 
-    Every leaf of the cache has the rows as its leading axis. Equal models compute alike: programs are shared.
+    Equal models compute alike: programs are shared.
     """
 
     def __hash__(self) -> int: ...
 
-    def init_cache(self, rows: int) -> Any:
-        """An empty cache of `rows` rows."""
+    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Any:
+        """Pools of this shape; every array leads with the data axis, spread over the mesh's `data`."""
 
-    def advance(self, params: Any, cache: Any, tokens: Array, lengths: Array, resets: Array) -> tuple[Array, Any]:
-        """Runs `lengths` [rows] new tokens of int32 `tokens` [rows, time]; rows of length 0 stay as they are.
+    def advance(self, params: Any, cache: Any, batch: StepBatch) -> tuple[Array, Any]:
+        """Runs the new tokens of each row. Returns hidden [data · rows, time, hidden] and the cache.
 
-        Rows where bool `resets` [rows] holds are emptied first. Returns hidden [rows, time, hidden] and the cache.
+        A row that starts at 0 finds whatever the last owner of its slot and blocks left there.
         """
 
     def logits(self, params: Any, hidden: Array) -> Array:
-        """float32 [rows, time, vocab] of hidden [rows, time, hidden]."""
+        """float32 [batch, time, vocab] of hidden [batch, time, hidden]."""
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """DeepSeek-V4.1's text model on a dense cache of `max_length` positions per row, with `kernels`."""
+    """DeepSeek-V4.1's text model on a paged cache, packed or not, with `kernels`."""
 
     config: ModelConfig
     precision: Precision
-    max_length: int
     kernels: KernelChoice
+    packed: bool = True
 
-    def init_cache(self, rows: int) -> Cache:
-        return init_cache(self.config, rows, self.max_length, precision=self.precision)
+    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> PagedCache:
+        return init_paged_cache(self.config, shape, precision=self.precision, packed=self.packed, mesh=mesh)
 
-    def advance(
-        self, params: Params, cache: Cache, tokens: Array, lengths: Array, resets: Array
-    ) -> tuple[Array, Cache]:
-        output = forward(
-            params,
-            self.config,
-            tokens,
-            cache=reset_rows(cache, resets),
-            lengths=lengths,
-            precision=self.precision,
-            return_logits=False,
-            kernels=self.kernels,
-        )
-        assert output.cache is not None  # one was given
-        return output.hidden, output.cache
+    def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> tuple[Array, PagedCache]:
+        arith = arithmetic(self.config, self.precision)
+        time = batch.tokens.shape[2]
+        view = PagedView(cache, batch.tables, batch.slots, batch.starts, batch.lengths, time, self.config, arith)
+        tokens = batch.tokens.reshape(-1, time)
+        hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels)
+        return hidden, view.finish()
 
     def logits(self, params: Params, hidden: Array) -> Array:
         return compute_logits(params, hidden)

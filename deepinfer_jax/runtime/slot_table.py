@@ -1,0 +1,98 @@
+"""What the device remembers of each running sequence between steps, besides the cache.
+
+The next step takes what it needs of the last one from here (lengths, last tokens), so the host may launch it without
+having read any result. Block tables and sampling parameters lie here too: a step sends only what changed.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deepinfer_jax.paged_cache import CacheShape
+from deepinfer_jax.sampling import SamplingRows
+from deepinfer_jax.sharding import DATA
+
+
+@struct.dataclass
+class SlotTable:
+    """One row per slot of each data index.
+
+    Attributes:
+        lengths: tokens of the sequence that the cache holds. int32 [data, slots].
+        last_token: the newest token, at position `lengths`. int32 [data, slots].
+        blocks: block tables; the number of blocks where there is none. int32 [data, slots, width].
+        temperature, top_p: float32 [data, slots].
+        top_k: int32 [data, slots].
+        greedy: bool [data, slots].
+        seed: uint32 [data, slots, 2], low and high word of `seq_seed`.
+    """
+
+    lengths: Array
+    last_token: Array
+    blocks: Array
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    greedy: Array
+    seed: Array
+
+
+def init_slot_table(shape: CacheShape, width: int, mesh: Mesh | None = None) -> SlotTable:
+    """All slots empty, block tables of `width` blocks."""
+    placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+
+    def filled(value: float, dtype: jax.typing.DTypeLike, *more: int) -> Array:
+        return jnp.full((shape.data, shape.slots, *more), value, dtype, device=placement)
+
+    return SlotTable(
+        lengths=filled(0, jnp.int32),
+        last_token=filled(0, jnp.int32),
+        blocks=filled(shape.blocks, jnp.int32, width),
+        temperature=filled(1, jnp.float32),
+        top_p=filled(1, jnp.float32),
+        top_k=filled(-1, jnp.int32),
+        greedy=filled(True, jnp.bool_),
+        seed=filled(0, jnp.uint32, 2),
+    )
+
+
+def read_slots(array: Array, slots: Array) -> Array:
+    """array [data, slots, ...] at slots int32 [data, rows] -> [data, rows, ...]; of an idle row, any slot's."""
+    return jax.vmap(lambda column, slot: column.at[slot].get(mode="clip"))(array, slots)
+
+
+def write_slots(array: Array, slots: Array, values: Array) -> Array:
+    """array [data, slots, ...] with `values` [data, rows, ...] at `slots`; an idle row, out of range, is dropped."""
+    return jax.vmap(lambda column, slot, value: column.at[slot].set(value, mode="drop"))(array, slots, values)
+
+
+def grow_blocks(blocks: Array, slots: Array, first: Array, new: Array) -> Array:
+    """Block tables [data, slots, width] with new blocks int32 [data, rows, k] (−1: none) from place `first` on."""
+    places = first[..., None] + jnp.arange(new.shape[2], dtype=jnp.int32)
+    places = jnp.where(new >= 0, places, blocks.shape[2])  # out of range and dropped; −1 would wrap (A19)
+
+    def grow(table: Array, slot: Array, place: Array, block: Array) -> Array:
+        return table.at[slot[:, None], place].set(block, mode="drop")
+
+    return jax.vmap(grow)(blocks, slots, places, new)
+
+
+def sampling_rows(table: SlotTable, slots: Array, position: Array, banned: Array, forced: Array) -> SamplingRows:
+    """What the rows int32 [data, rows] sample by, in one row axis [data · rows]."""
+
+    def of(array: Array) -> Array:
+        rows = read_slots(array, slots)
+        return rows.reshape(-1, *rows.shape[2:])
+
+    return SamplingRows(
+        temperature=of(table.temperature),
+        greedy=of(table.greedy) | (slots.reshape(-1) >= table.greedy.shape[1]),  # an idle row draws nothing
+        top_p=of(table.top_p),
+        top_k=of(table.top_k),
+        seed=of(table.seed),
+        position=position.reshape(-1),
+        banned=banned.reshape(-1),
+        forced=forced.reshape(-1),
+    )
