@@ -130,13 +130,13 @@ def test_each_data_index_has_its_share_of_sequences_and_its_own_blocks() -> None
 
 sizes = st.fixed_dictionaries(
     {
-        "max_num_seqs": st.integers(1, 40),
+        "max_num_seqs": st.integers(1, 12),
         "tokens_per_block": st.sampled_from([2, 16, 128]),
         "max_prefill_tokens": st.integers(1, 300),
         "num_drafts": st.integers(0, 2),
         "max_model_len": st.none() | st.integers(1, 300),
-        "memory": st.integers(1, 40_000_000),
-        "utilization": st.floats(0.1, 1),
+        "memory": st.integers(2_000_000, 30_000_000),
+        "utilization": st.sampled_from([0.5, 0.9, 1.0]),
     }
 )
 
@@ -153,10 +153,15 @@ def test_a_plan_fits_exactly_when_it_names_no_problem(arguments: dict[str, Any])
     # The pool is as large as memory or use allows.
     everyone = plan.num_slots * needed
     assert plan.num_blocks == everyone or plan.total + plan.bytes_per_block > plan.budget
-    if arguments["max_model_len"] is None and plan.max_model_len < TINY_CONFIG.text.max_position_embeddings:
-        assert plan.max_model_len % plan.tokens_per_block == 0
-        longer = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": plan.max_model_len + plan.tokens_per_block})
-        assert longer.problem
+
+
+@given(sizes, st.integers(1, 127))
+def test_the_default_length_is_the_longest_of_which_one_sequence_fits(arguments: dict[str, Any], blocks: int) -> None:
+    size = arguments["tokens_per_block"]
+    length = min(blocks * size, TINY_CONFIG.text.max_position_embeddings)
+    tight = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": length, "num_blocks": -(-length // size)})
+    plan = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": None, "memory": tight.total, "utilization": 1.0})
+    assert (plan.max_model_len, plan.problem, plan.concurrency(length)) == (length, "", tight.data_parallel_size)
 
 
 def test_without_a_limit_every_sequence_can_have_the_whole_length() -> None:
