@@ -76,6 +76,7 @@ class Scheduler:
         stop_preempted_request: bool = False,
     ) -> None:
         self.buckets = buckets
+        self.data_parallel_size = data_parallel_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -207,28 +208,28 @@ class Scheduler:
         Raises ValueError for a step that is not of the oldest plan in flight.
         """
         self._land(step)
-        prefill = isinstance(step, PrefillStep)
+        # What the host counted on: of a prompt's last chunk its sample, of a decode step that all drafts are accepted.
+        if isinstance(step, PrefillStep):
+            counts, most = step.completes.astype(np.int32), 1
+        else:
+            most = self.lookahead
         taken: list[tuple[int, int]] = []
         finished: list[Sequence] = []
-        running = SequenceStatus.RUNNING
-        dropped, lookahead = step.dropped, self.lookahead
-        if isinstance(step, PrefillStep):
-            counts = step.completes.astype(np.int32)
+        dropped, running = step.dropped, SequenceStatus.RUNNING
         rows = zip(step.sequences, tokens.tolist(), counts.tolist(), finite.tolist(), strict=True)
         for row, (sequence, token_ids, count, is_finite) in enumerate(rows):
             if sequence in dropped:
                 continue
             if not is_finite:
                 sequence.status = SequenceStatus.FINISHED_FAILED
-                taken.append((row, 0))
+                number = 0
             elif count:
                 sequence.num_inflight_steps -= 1
                 number = sequence.append_tokens(token_ids[:count])
-                if not prefill:
-                    sequence.num_tokens += number - lookahead
-                taken.append((row, number))
+                sequence.num_tokens += number - most
             else:  # a chunk that is not the last
                 continue
+            taken.append((row, number))
             if sequence.status is not running:
                 finished.append(sequence)
         for sequence in finished:
@@ -241,8 +242,9 @@ class Scheduler:
         The next plan reports each of them, whatever it was doing. Returns how many ended and the sum of their
         lengths in tokens.
         """
+        wanted = frozenset(request_ids)
         groups = (self._holders.running, self._holders.prefilling, self._waiting)
-        found = sorted((s for group in groups for s in group if s.request_id in request_ids), key=by_arrival)
+        found = sorted((s for group in groups for s in group if s.request_id in wanted), key=by_arrival)
         for sequence in found:
             if sequence.state_id < 0:
                 self._waiting.remove(sequence)
@@ -311,6 +313,8 @@ class Scheduler:
 
     def _plan_prefill(self) -> PrefillStep | None:
         """Chooses the chunks, starts new sequences, and gives each chunk its blocks."""
+        if not self._waiting and not self._holders.prefilling:
+            return None
         shape, chosen = self._prefill_policy.choose(
             self.buckets.prefill_shapes, self._holders.prefilling, self._waiting, self._prefill_room()
         )
