@@ -110,31 +110,28 @@ def plan(
     tokens_per_block: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 128,
     precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    compile_programs: Annotated[
+        bool, typer.Option("--compile", help="Take temporaries from the compiled programs instead of a formula.")
+    ] = False,
 ) -> None:
     """Prints the bytes of each part on each device, and what fits. Reads config.json only."""
     with _errors_as_sentences():
-        import jax
+        from deepinfer_jax.engine.args import EngineArgs
+        from deepinfer_jax.plan_report import parse_bytes, plan_engine, plan_json, plan_text
 
-        from deepinfer_jax.config import load_config
-        from deepinfer_jax.memory import device_memory, plan_memory
-        from deepinfer_jax.reports import parse_bytes, plan_json, plan_text
-
-        config = load_config(model)
         if devices < 1 or data < 1 or devices % data:
             raise ValueError(f"--devices {devices} must be a multiple of --data {data}, both at least 1")
-        size = parse_bytes(memory) if memory else device_memory(jax.devices()[0])
-        planned = plan_memory(
-            config,
-            precision=precision,
-            platform=platform or ("gpu" if memory else jax.default_backend()),
+        args = EngineArgs(
+            model=str(model),
             data_parallel_size=data,
             expert_parallel_size=devices // data,
-            memory=size,
-            utilization=utilization,
+            gpu_memory_utilization=utilization,
             max_num_seqs=max_num_seqs,
             max_model_len=context,
             tokens_per_block=tokens_per_block,
+            precision=precision,  # type: ignore[arg-type]  # checked there
         )
+        planned = plan_engine(args, parse_bytes(memory) if memory else None, platform, compile_programs)
         typer.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
         if planned.problem:
             raise ValueError(planned.problem)
@@ -146,10 +143,10 @@ def env(
 ) -> None:
     """Prints every environment variable with its default, its value and its meaning."""
     with _errors_as_sentences():
-        from deepinfer_jax import reports
+        from deepinfer_jax.environment_report import environment_errors, environment_json, environment_text
 
-        typer.echo(json.dumps(reports.environment_json()) if as_json else reports.environment_text())
-        if errors := reports.environment_errors():
+        typer.echo(json.dumps(environment_json()) if as_json else environment_text())
+        if errors := environment_errors():
             raise ValueError("; ".join(errors))
 
 

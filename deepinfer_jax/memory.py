@@ -90,11 +90,12 @@ def plan_memory(
     utilization: float = 0.9,
     max_num_seqs: int = 256,
     max_model_len: int | None = None,
-    max_prefill_tokens: int = 2048,
+    max_prefill_tokens: int | None = None,
     tokens_per_block: int = 128,
     packed: bool = True,
     num_drafts: int = 0,
     num_blocks: int | None = None,
+    temporaries: int | None = None,
 ) -> MemoryPlan:
     """Plans the memory of an engine.
 
@@ -107,11 +108,12 @@ def plan_memory(
         utilization: share of `memory` that may be used, in (0, 1].
         max_num_seqs: most running sequences, over all data indices; each index has an equal share, rounded up.
         max_model_len: most tokens of one sequence; None: as many as the model was trained for, if memory allows.
-        max_prefill_tokens: most new tokens of a prefill step, of each data index.
+        max_prefill_tokens: most new tokens of a prefill step, of each data index; None: `prefill_tokens(platform)`.
         tokens_per_block: tokens of one block.
         packed: caches in the storage formats.
         num_drafts: drafted tokens of a step.
         num_blocks: of each data index; None: what memory allows, at most what all sequences at their longest need.
+        temporaries: bytes, measured; None: by the formula of `memory_parts.temporary_bytes`.
 
     Raises:
         ValueError: a number that is not positive; a weight that the mesh cannot share; as `paged_cache.state_specs`.
@@ -127,6 +129,8 @@ def plan_memory(
         max_prefill_tokens=max_prefill_tokens,
         num_blocks=num_blocks,
     )
+    if max_prefill_tokens is None:
+        max_prefill_tokens = prefill_tokens(platform)
     sizes = _Sizes(
         config=config,
         precision=precision,
@@ -140,6 +144,7 @@ def plan_memory(
         tokens_per_block=tokens_per_block,
         packed=packed,
         num_drafts=num_drafts,
+        temporaries=temporaries,
     )
     length = max_model_len
     if length is None:
@@ -188,6 +193,7 @@ class _Sizes:
     tokens_per_block: int
     packed: bool
     num_drafts: int
+    temporaries: int | None
 
     @property
     def budget(self) -> int | None:
@@ -209,14 +215,16 @@ class _Sizes:
     def parts(self, length: int, num_blocks: int) -> dict[str, int]:
         """Bytes per device of each part, for sequences up to `length` and a pool of `num_blocks`."""
         block, slot = self.state
-        temporaries = temporary_bytes(
-            self.config,
-            self.precision,
-            decode_rows=self.slots,
-            decode_time=1 + self.num_drafts,
-            prefill_tokens=self.max_prefill_tokens,
-            context=length,
-        )
+        temporaries = self.temporaries
+        if temporaries is None:
+            temporaries = temporary_bytes(
+                self.config,
+                self.precision,
+                decode_rows=self.slots,
+                decode_time=1 + self.num_drafts,
+                prefill_tokens=self.max_prefill_tokens,
+                context=length,
+            )
         return {
             **self.weights,
             **{name: num_blocks * size for name, size in block.items()},
@@ -289,6 +297,11 @@ class _Sizes:
                 if dataclasses.replace(self, expert=expert).holds_one(length):
                     return expert
         return None
+
+
+def prefill_tokens(platform: str) -> int:
+    """Most new tokens of a prefill step where prompts may be cut: enough to fill the experts' tiles."""
+    return 512 if platform == "cpu" else 2048
 
 
 def format_bytes(size: int) -> str:

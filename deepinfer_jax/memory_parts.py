@@ -29,6 +29,8 @@ _STATE_NAMES = {
 }
 _LARGEST_TILE = 64  # rows of an expert's tile
 _ATTENTION_TILE = 32  # query rows of an attention tile
+_PREFILL_ROWS = 8  # most sequences of a prefill step
+_INDEX_TILE_BYTES = 1 << 23  # of one tile of index products
 
 
 def checkpoint_bytes(config: ModelConfig) -> int:
@@ -109,12 +111,13 @@ def temporary_bytes(
     With t tokens in the step, of an activation type of b bytes (2 in bf16):
 
     - streams, before and after a layer: t·hc·hidden·(2b + 4);
-    - candidate blocks, kept for later layers: one byte for each of t·context entries;
+    - candidate blocks, kept for later layers: one byte for each of t·entries;
     - and of these, which do not live at the same time, the largest:
       - attention: query, heads and an fp32 product, t·heads·head_dim·(2b + 4), and one tile of gathered keys,
         32 rows of each sequence·(window + index_topk)·head_dim·(b + 4);
       - experts: rows in and out of their tiles, (t·k + 64·experts)·hidden·2b, and one expert in fp32;
-      - index scores, before and while the best are picked: t·context·(2b + 8);
+      - index scores, before and while the best are picked: t·entries·(2b + 8), and one tile of the products of
+        heads, three times (in fp32, rounded, weighted);
       - sampling: logits, probabilities and their sums of each sampled row, rows·vocab·4·5.
 
     Args:
@@ -133,8 +136,10 @@ def temporary_bytes(
         pairs = tokens * text.num_experts_per_tok
         rows = pairs + _LARGEST_TILE * min(pairs, text.n_routed_experts)
         experts = rows * text.hidden_size * 2 * b + 3 * text.moe_intermediate_size * text.hidden_size * 4
-        scores = tokens * entries * (2 * b + 8)
+        products = min(_INDEX_TILE_BYTES, tokens * text.index_n_heads * entries * 4)
+        scores = tokens * entries * (2 * b + 8) + 3 * products
         streams = tokens * text.hc_mult * text.hidden_size * (2 * b + 4)
         return streams + tokens * entries + max(attention, experts, scores, sampled)
 
-    return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, 1))
+    prefill_rows = min(prefill_tokens, decode_rows, _PREFILL_ROWS)
+    return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, prefill_rows))

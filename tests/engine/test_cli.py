@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 
 from deepinfer_jax import embedded
 from deepinfer_jax.cli import app
-from deepinfer_jax.engine.environ import user_cache_dir
+from deepinfer_jax.engine.environ import TABLE, user_cache_dir
+from deepinfer_jax.plan_report import parse_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "B_s15"
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
@@ -101,6 +103,116 @@ def test_make_tiny_and_check_work_on_a_folder(tmp_path: Path) -> None:
     assert invoke("check", folder)[0] == 0
     (tmp_path / "tiny" / "tokenizer.json").unlink()
     assert invoke("check", folder)[0] == 1
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> str:
+    """A folder that holds the released config.json and nothing else."""
+    shutil.copy(Path(__file__).parents[1] / "configs" / "released.json", tmp_path / "config.json")
+    return str(tmp_path)
+
+
+def test_plan_tells_bytes_per_device_from_a_config_alone(released: str) -> None:
+    status, out, err = invoke("plan", released, "--devices", "8", "--memory", "141GB", "--context", "131072")
+    assert (status, err) == (0, "")
+    assert "checkpoint: 510,286,023,000 bytes of tensors" in out
+    assert "devices: 8 (data 1 x expert 8), 141 GB each, of which 127 GB may be used" in out
+    assert "890 bytes per token, 113,920 per block of 128 tokens" in out
+    sizes = {
+        name: int(size.replace(",", "")) for name, size in re.findall(r"^(\S.*?) {2,}([\d,]+)  .* \w*B$", out, re.M)
+    }
+    assert sizes["routed experts"] == 288_777_830_400 // 8
+    assert sizes.pop("total") == sum(sizes.values())
+
+
+def test_plan_as_json_is_the_same_plan(released: str) -> None:
+    command = ["plan", released, "--devices", "8", "--data", "2", "--memory", "80 GiB", "--max-num-seqs", "9"]
+    status, out, _ = invoke(*command, "--context", "4096", "--json")
+    plan = json.loads(out)
+    assert (status, plan["memory"], plan["budget"]) == (1, 80 << 30, int(0.9 * (80 << 30)))
+    assert (plan["data_parallel_size"], plan["expert_parallel_size"], plan["num_slots"]) == (2, 4, 5)
+    assert plan["bytes_per_token"] == 890 and plan["total"] == sum(plan["parts"].values())
+    assert plan["problem"].startswith("the weights take 108 GB on each of 8 device(s), but each has 77.3 GB")
+
+
+def test_plan_for_this_machine_needs_no_sizes() -> None:
+    status, out, _ = invoke("plan", str(GOLDEN), "--json")
+    plan = json.loads(out)
+    assert (status, plan["problem"]) == (0, "")
+    assert plan["parts"]["text weights"] > 2 * plan["checkpoint_bytes"] / 10  # decoded to float32 on a CPU
+    assert list(plan["concurrency"].values())[-1] == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--memory", "141G"], "'141G' is not a size"),
+        (["--memory", "0GB"], "'0GB' is not a size"),
+        (["--devices", "6", "--data", "4"], "--devices 6 must be a multiple of --data 4"),
+        (["--devices", "3", "--memory", "141GB"], "embed.weight: axis 0 (vocab) has 129280 entries"),
+        (["--devices", "8", "--memory", "141GB", "--compile"], "--compile measures the programs of one cpu device"),
+        (["--precision", "fp64"], "precision must be one of"),
+        (["--context", "0"], "max_model_len must be an integer of at least 1"),
+        (["--tokens-per-block", "3"], "tokens_per_block must be a multiple of 2"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_sentence(arguments: list[str], sentence: str, released: str) -> None:
+    status, out, err = invoke("plan", released, *arguments)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: ") and sentence in err
+
+
+def test_a_plan_that_does_not_fit_is_printed_with_the_reason(released: str) -> None:
+    status, out, err = invoke("plan", released, "--memory", "141GB")
+    assert status == 1 and "routed experts" in out
+    assert err.startswith(
+        "error: the weights take 510 GB on each of 1 device(s), but each has 127 GB (0.9 of 141 GB); "
+    )
+    assert err.endswith("devices can (data 1 x expert 5)\n")
+    assert invoke("plan", str(Path(released) / "none"))[2].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("141GB", 141 * 10**9), ("80GiB", 80 << 30), (" 1.5 tb ", 15 * 10**11), ("1000", 1000), ("2kib", 2048), ("7B", 7)],
+)
+def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_env_prints_every_variable_and_marks_those_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "7")
+    monkeypatch.delenv("DEEPINFER_GLOO_TIMEOUT", raising=False)
+    status, out, err = invoke("env")
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) == 1 + len(TABLE)
+    lines = {line[3:].split()[0]: line for line in out.splitlines()[1:]}
+    assert list(lines) == [row.name for row in TABLE]
+    assert lines["DEEPINFER_LOGGING_INTERVAL_STEP"].split()[:4] == ["*", "DEEPINFER_LOGGING_INTERVAL_STEP", "100", "7"]
+    assert lines["DEEPINFER_GLOO_TIMEOUT"].startswith("   ") and "not on XLA" in lines["DEEPINFER_GLOO_TIMEOUT"]
+
+    rows = {row["name"]: row for row in json.loads(invoke("env", "--json")[1])}
+    assert rows["DEEPINFER_LOGGING_INTERVAL_STEP"]["value"] == "7"
+    assert rows["DEEPINFER_GLOO_TIMEOUT"]["value"] is None and rows["DEEPINFER_GLOO_TIMEOUT"]["default"] == 14400.0
+
+
+def test_env_prints_the_table_even_with_a_value_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "often")
+    monkeypatch.setenv("DEEPINFER_GLOO_TIMEOUT", "never")  # not read, so not judged
+    status, out, err = invoke("env")
+    assert (status, err) == (1, "error: DEEPINFER_LOGGING_INTERVAL_STEP is 'often'; expected an integer\n")
+    assert len(out.splitlines()) == 1 + len(TABLE)
+
+
+@pytest.mark.slow
+def test_plan_compiles_the_programs_of_a_small_model(tmp_path: Path) -> None:
+    """Within a factor of three: the formula knows neither fusion nor how buffers are shared."""
+    assert invoke("make-tiny", str(tmp_path / "tiny"))[0] == 0
+    command = ["plan", str(tmp_path / "tiny"), "--max-num-seqs", "32", "--json"]
+    formula, compiled = (json.loads(invoke(*command, *more)[1]) for more in ([], ["--compile"]))
+    ratio = compiled["parts"].pop("temporaries") / formula["parts"].pop("temporaries")
+    assert 1 / 3 < ratio < 3
+    assert compiled["parts"] == formula["parts"]
 
 
 def test_the_embedded_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
