@@ -183,6 +183,11 @@ class EngineArgs:
         self._check_integer("data_parallel_size", at_least=0)
         self._check_integer("expert_parallel_size", at_least=1)
         self.data_parallel_size = self.data_parallel_size or 1
+        if self.load_format == "dummy" and self.num_devices > 1:
+            raise ValueError(
+                f'load_format "dummy" draws its weights on one device, and the engine needs {self.num_devices}; use a '
+                "checkpoint (`deepinfer-jax make-tiny` writes a random one)"
+            )
         if self.context_parallel_size != 1:
             raise ValueError(
                 f"context_parallel_size is {self.context_parallel_size}, but this version runs a prompt on one data "

@@ -322,6 +322,7 @@ class LLMEngine:
         Each gives one output, handed out by the next step; those that wait are not touched.
         """
         self._in_flight.clear()
+        self._runner.reset()
         lost = [s for s in self._open.values() if s.num_tokens or s.status is not SequenceStatus.WAITING]
         self._scheduler.abort({sequence.request_id for sequence in lost})
         planned, self._planned = self._planned, []

@@ -13,8 +13,9 @@ from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory
+from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import CacheShape, TextModel
+from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import BucketTable, bucket_table
 from deepinfer_jax.sharding import DATA, EXPERT
 from deepinfer_jax.tokenization import get_hf_tokenizer
@@ -77,7 +78,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
     num_blocks = pool_blocks(limits, plan.num_blocks)
     mesh = engine_mesh(args, devices)
     if args.load_format == "dummy":
-        params = init_params(config, jax.random.key(args.seed), precision=args.precision, mesh=mesh)
+        params = init_params(config, jax.random.key(args.seed), precision=args.precision)
     else:
         params = load_params(args.model, config, precision=args.precision, mesh=mesh)
     buckets = step_buckets(
@@ -106,6 +107,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             buckets=buckets,
             shape=shape,
             table_width=limits.blocks_per_sequence,
+            num_drafts=limits.num_drafts,
             mesh=mesh,
         ),
     )

@@ -48,7 +48,12 @@ def token_outputs(
             RequestOutput(
                 request_id, prompt_len, token, "", False, max_num_batched_tokens, logprob, 1.0, -1.0, [], [], number, []
             )
-            for number, token, logprob in zip(range(first, first + count), tokens[row], logprobs[row])
+            for number, token, logprob in zip(
+                range(first, first + count),
+                tokens[row],
+                logprobs[row],
+                strict=False,  # a stop cuts the rest off
+            )
         ]
         last = outputs[-1]
         last.draft_tok, last.accept_tok = verified, accepted[row]

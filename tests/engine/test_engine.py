@@ -3,53 +3,60 @@
 import logging
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import EOS, IMAGE, POISON, VOCAB, greedy_twin, history_logits, make_table
+from toy import (
+    EOS,
+    IMAGE,
+    POISON,
+    VOCAB,
+    greedy_twin,
+    history_logits,
+    make_table,
+    random_prompt,
+    run,
+    sampled_twin,
+    tokens,
+    toy_engine,
+)
 
-from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("toy_model")
-
 TABLE = make_table()
-
-
-def make_engine(**kwargs: object) -> LLMEngine:
-    return LLMEngine(EngineArgs(model="toy", disable_log_stats=True, **({"max_num_seqs": 6} | kwargs)))  # type: ignore[arg-type]
-
-
-def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    """Steps until nothing is left; outputs by request id."""
-    results: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            results.setdefault(output.request_id, []).append(output)
-    return results
-
-
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [output.token_id for output in outputs]
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(4, 50, length).tolist()
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 25, 30])
 def test_greedy_equals_the_plain_twin_at_every_chunk_edge(length: int) -> None:
-    engine, prompt = make_engine(), random_prompt(length)
+    engine, prompt = toy_engine(), random_prompt(length)
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=6), prompt)
     assert tokens(run(engine)["r"]) == greedy_twin(TABLE, prompt, 6)
 
 
-def test_more_requests_than_rows_all_finish_with_their_own_tokens() -> None:
-    engine = make_engine(max_num_seqs=5)
+@pytest.mark.parametrize(("chunk", "chunked"), [(1, True), (3, True), (128, True), (128, False)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_are_the_twins_for_any_chunk_size_with_and_without_overlap(
+    chunk: int, chunked: bool, overlap: bool
+) -> None:
+    engine = toy_engine(chunk=chunk, chunked_prefill=chunked, overlap=overlap)
+    prompts = [random_prompt(1 + 5 * i % 33, seed=i) for i in range(14)]
+    params = [
+        SamplingParams(max_tokens=1 + i % 6, seq_seed=i, **(SAMPLED if i % 2 else {"temperature": 0}))
+        for i in range(14)
+    ]
+    for i in range(14):
+        engine.add_request("u", str(i), params[i], prompts[i])
+    results = run(engine)
+    for i in range(14):
+        assert tokens(results[str(i)]) == sampled_twin(TABLE, prompts[i], params[i], 1 + i % 6)
+
+
+def test_more_requests_than_slots_all_finish_with_their_own_tokens() -> None:
+    engine = toy_engine()
     prompts = [random_prompt(3 + 2 * i, seed=i) for i in range(12)]
     for i, prompt in enumerate(prompts):
         engine.add_request("u", str(i), SamplingParams(temperature=0, max_tokens=1 + i % 5), prompt)
@@ -60,36 +67,104 @@ def test_more_requests_than_rows_all_finish_with_their_own_tokens() -> None:
         assert results[str(i)][-1].finish_reason == "length"
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
-    arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),
-    max_num_seqs=st.integers(1, 6),
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(0, 6), st.booleans()), min_size=1, max_size=8
+    ),
+    max_num_seqs=st.sampled_from([2, 6]),
+    tight=st.booleans(),
+    overlap=st.booleans(),
 )
-def test_a_sampled_request_does_not_depend_on_neighbours_slot_bucket_or_chunks(
-    lengths: list[int], arrivals: list[int], max_num_seqs: int
+def test_a_request_does_not_depend_on_neighbours_arrival_slots_chunks_or_preemption(
+    requests: list[tuple[int, int, int, bool]], max_num_seqs: int, tight: bool, overlap: bool
 ) -> None:
-    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=5, seq_seed=11)
-    engine = make_engine(max_num_seqs=max_num_seqs, max_num_batched_tokens=3 * max_num_seqs)
+    """requests: prompt length, output length, step of arrival, sampled or greedy."""
+    # Tight: the pool holds little more than one sequence of full length, so neighbours are preempted.
+    engine = toy_engine(
+        max_num_seqs=max_num_seqs, overlap=overlap, num_kv_blocks=12 if tight else None, stop_preempted_request=False
+    )
     results: dict[str, list[RequestOutput]] = {}
+    made = {}
     for step in range(7):
-        for i, length in enumerate(lengths):
-            if arrivals[i] == step:
-                engine.add_request("u", str(i), params, random_prompt(length, seed=i))
+        for i, (length, count, arrival, sampled) in enumerate(requests):
+            if arrival == step:
+                params = SamplingParams(max_tokens=count, seq_seed=11, **(SAMPLED if sampled else {"temperature": 0}))
+                made[str(i)] = (random_prompt(length, seed=i), params, count)
+                engine.add_request("u", str(i), params, made[str(i)][0])
         for output in engine.step():
             results.setdefault(output.request_id, []).append(output)
     for request_id, outputs in run(engine).items():
         results.setdefault(request_id, []).extend(outputs)
-
-    alone = make_engine(max_num_seqs=1)
-    for i, length in enumerate(lengths):
-        alone.add_request("u", str(i), params, random_prompt(length, seed=i))
-    assert {k: tokens(v) for k, v in results.items()} == {k: tokens(v) for k, v in run(alone).items()}
+    assert {k: tokens(v) for k, v in results.items()} == {k: sampled_twin(TABLE, *v) for k, v in made.items()}
 
 
-def test_eos_stops_unless_ignored() -> None:
+def crowded(stop_preempted_request: bool, overlap: bool) -> tuple[LLMEngine, dict[str, list[RequestOutput]]]:
+    """Six requests of 9 + 20 tokens in a pool of 12 blocks of 4: at most one of them finishes without preemption."""
+    engine = toy_engine(
+        overlap=overlap, num_kv_blocks=12, max_model_len=40, stop_preempted_request=stop_preempted_request
+    )
+    for i in range(6):
+        params = SamplingParams(max_tokens=20, seq_seed=i, prompt_logprobs=True, first_n_token_no_eos=1, **SAMPLED)
+        engine.add_request("u", str(i), params, random_prompt(9, seed=i))
+    return engine, run(engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preempted_requests_are_computed_again_to_the_same_tokens(overlap: bool) -> None:
+    engine, results = crowded(stop_preempted_request=False, overlap=overlap)
+    assert engine.stats()["num_preemptions"] > 0
+    roomy = toy_engine()
+    for i in range(6):
+        params = SamplingParams(max_tokens=20, seq_seed=i, prompt_logprobs=True, first_n_token_no_eos=1, **SAMPLED)
+        roomy.add_request("u", str(i), params, random_prompt(9, seed=i))
+    expected = run(roomy)
+    assert roomy.stats()["num_preemptions"] == 0
+    for i in map(str, range(6)):
+        assert tokens(results[i]) == tokens(expected[i])
+        assert [o.num_output_tokens for o in results[i]] == list(range(1, 21))
+        # Once, on the first output, and not longer for having been computed twice (trap 27).
+        np.testing.assert_allclose(results[i][0].prompt_logprobs, expected[i][0].prompt_logprobs, atol=1e-6)
+        assert len(results[i][0].prompt_logprobs) == 8
+        assert all(output.prompt_logprobs == [] for output in results[i][1:])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preempted_requests_end_if_told_to(overlap: bool) -> None:
+    engine, results = crowded(stop_preempted_request=True, overlap=overlap)
+    preempted = [outputs for outputs in results.values() if outputs[-1].finish_reason != "length"]
+    assert len(preempted) == engine.stats()["num_preemptions"] > 0
+    for outputs in preempted:
+        *before, last = outputs
+        assert (last.finish_reason, last.finished) == ("insufficient_system_resource", True)
+        assert f"after {len(before)} tokens" in last.message and "stop_preempted_request=False" in last.message
+    # What came before the end is right.
+    for i in range(6):
+        whole = sampled_twin(TABLE, random_prompt(9, seed=i), SamplingParams(seq_seed=i, **SAMPLED), 20)
+        given = [output.token_id for output in results[str(i)] if not output.message]
+        assert given == whole[: len(given)]
+
+
+def test_the_rule_against_an_early_end_holds_for_the_first_output_only_also_after_preemption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A table in which EOS is always the likeliest.
+    bent = TABLE.copy()
+    bent[:-1, EOS] = 99
+    monkeypatch.setattr("toy.make_table", lambda: bent)
+    engine = toy_engine(num_kv_blocks=12, stop_preempted_request=False)
+    prompt = random_prompt(4)
+    engine.add_request("u", "free", SamplingParams(temperature=0, max_tokens=3), prompt)
+    engine.add_request("u", "banned", SamplingParams(temperature=0, max_tokens=3, first_n_token_no_eos=1), prompt)
+    results = run(engine)
+    assert tokens(results["free"]) == [EOS]
+    assert tokens(results["banned"]) == [*greedy_twin(TABLE, prompt, 1), EOS]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_eos_stops_unless_ignored(overlap: bool) -> None:
     for ignore_eos, expected in [(False, "stop"), (True, "length")]:
-        engine = make_engine()
+        engine = toy_engine(overlap=overlap)
         params = SamplingParams(golden_token_ids=[5, EOS, 6], max_tokens=3, ignore_eos=ignore_eos)
         engine.add_request("u", "r", params, [4, 5])
         outputs = run(engine)["r"]
@@ -98,8 +173,23 @@ def test_eos_stops_unless_ignored() -> None:
         assert [o.num_output_tokens for o in outputs] == list(range(1, len(outputs) + 1))
 
 
+def test_forced_tokens_go_to_their_own_outputs_beside_free_neighbours() -> None:
+    engine, prompt = toy_engine(num_kv_blocks=12, stop_preempted_request=False), random_prompt(9)
+    for i in range(6):
+        forced = [-1 if j % 3 == i % 3 else 4 + j for j in range(15)] if i % 2 else None
+        engine.add_request("u", str(i), SamplingParams(temperature=0, max_tokens=20, golden_token_ids=forced), prompt)
+    results = run(engine)
+    assert engine.stats()["num_preemptions"] > 0
+    for i in range(6):
+        history = list(prompt)
+        for j in range(20):
+            free = not i % 2 or j >= 15 or j % 3 == i % 3
+            history.append(int(np.argmax(history_logits(TABLE, history))) if free else 4 + j)
+        assert tokens(results[str(i)]) == history[9:]
+
+
 def test_a_sequence_may_reach_one_token_more_than_the_limit() -> None:
-    engine = make_engine(max_model_len=12)
+    engine = toy_engine(max_model_len=12)
     prompt = random_prompt(12)
     engine.add_request("u", "full", SamplingParams(temperature=0, max_tokens=9), prompt)
     engine.add_request("u", "room", SamplingParams(temperature=0, max_tokens=9), prompt[:10])
@@ -109,8 +199,9 @@ def test_a_sequence_may_reach_one_token_more_than_the_limit() -> None:
     assert results["full"][0].finish_reason == results["room"][-1].finish_reason == "length"
 
 
-def test_logprobs_are_of_the_processed_distribution() -> None:
-    engine, prompt = make_engine(), random_prompt(11)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_logprobs_are_of_the_processed_distribution(overlap: bool) -> None:
+    engine, prompt = toy_engine(overlap=overlap, chunk=4), random_prompt(11)
     params = SamplingParams(temperature=0.7, top_k=5, top_logprobs=7, prompt_logprobs=True, max_tokens=2, seq_seed=1)
     engine.add_request("u", "r", params, prompt)
     engine.add_request("u", "plain", SamplingParams(temperature=0, max_tokens=2), prompt[:3])
@@ -127,28 +218,14 @@ def test_logprobs_are_of_the_processed_distribution() -> None:
         np.testing.assert_allclose(output.token_logprobs, reference[output.token_id], atol=1e-5)
         np.testing.assert_allclose(output.top_logprobs, np.sort(reference)[::-1][:7], atol=1e-5)
         assert output.top_token_ids[:5] == np.argsort(-reference, kind="stable")[:5].tolist()
-    # The prompt is longer than a chunk: entries on both sides of the cut.
+    # The prompt is longer than a chunk: entries on both sides of each cut.
     along_prompt = [expected(prompt[: i + 1])[prompt[i + 1]] for i in range(10)]
     np.testing.assert_allclose(first.prompt_logprobs, along_prompt, atol=1e-5)
     assert second.prompt_logprobs == results["plain"][0].prompt_logprobs == results["plain"][0].top_logprobs == []
 
 
-def test_first_n_token_no_eos_bans_eos_once() -> None:
-    # The greedy token of this prompt after the table is bent: EOS, then EOS.
-    engine = make_engine()
-    prompt = random_prompt(4)
-    bent = TABLE.copy()
-    bent[:, EOS] = 99
-    engine._runner._params = jnp.asarray(bent)
-    engine.add_request("u", "free", SamplingParams(temperature=0, max_tokens=3), prompt)
-    engine.add_request("u", "banned", SamplingParams(temperature=0, max_tokens=3, first_n_token_no_eos=1), prompt)
-    results = run(engine)
-    assert tokens(results["free"]) == [EOS]
-    assert tokens(results["banned"]) == [*greedy_twin(TABLE, prompt, 1), EOS]
-
-
 def test_requests_without_a_seed_draw_one_each() -> None:
-    engine = make_engine()
+    engine = toy_engine()
     params = SamplingParams(max_tokens=8)
     for i in range(4):
         engine.add_request("u", str(i), params, [9, 8, 7])
@@ -157,31 +234,39 @@ def test_requests_without_a_seed_draw_one_each() -> None:
     assert params.seq_seed is None and params.eos_id == 0  # the caller's object is left alone
 
 
-def test_few_programs_are_compiled_however_many_requests_come() -> None:
-    engine = make_engine(max_num_seqs=4)
+def test_no_traffic_compiles_anything_after_the_start() -> None:
+    engine = toy_engine(num_kv_blocks=12, stop_preempted_request=False)
+    compiled = engine.compile_count
+    assert 0 < compiled <= 3
     rng = np.random.default_rng(0)
-    for i in range(60):
-        params = SamplingParams(max_tokens=int(rng.integers(1, 5)), top_p=float(rng.uniform(0.1, 1)))
-        engine.add_request("u", str(i), params, random_prompt(int(rng.integers(1, 30)), seed=i))
-    run(engine)
-    assert engine.compile_count <= 4  # one row and four, one token and a chunk
-
-
-def test_one_prompt_does_not_pay_for_max_num_seqs() -> None:
-    engine = make_engine(max_num_seqs=200)
-    engine.add_request("u", "0", SamplingParams(temperature=0, max_tokens=20), [5, 6])
-    engine.step()
-    assert engine._runner._rows == 1
-    for i in range(1, 20):
-        engine.add_request("u", str(i), SamplingParams(temperature=0, max_tokens=3), random_prompt(9, seed=i))
-    results = run(engine)
-    assert engine._runner._rows == 64
-    assert tokens(results["0"]) == greedy_twin(TABLE, [5, 6], 20)[1:]  # kept through the move
-    assert tokens(results["7"]) == greedy_twin(TABLE, random_prompt(9, seed=7), 3)
+    results: dict[str, list[RequestOutput]] = {}
+    for i in range(500):
+        length = int(rng.integers(1, 41))
+        params = SamplingParams(
+            temperature=float(rng.choice([0, 0.8])),
+            max_tokens=int(rng.integers(1, 12)),
+            top_p=float(rng.uniform(0.1, 1)),
+            top_logprobs=int(rng.choice([0, 0, 3])),
+            prompt_logprobs=bool(rng.integers(2)),
+            golden_token_ids=[5, -1] if rng.integers(8) == 0 else None,
+        )
+        engine.add_request("u", str(i), params, random_prompt(length, seed=i))
+        if rng.integers(10) == 0:
+            engine.abort_request(str(rng.integers(i + 1)))
+        for _ in range(int(rng.integers(3))):
+            for output in engine.step():
+                results.setdefault(output.request_id, []).append(output)
+    for request_id, outputs in run(engine).items():
+        results.setdefault(request_id, []).extend(outputs)
+    assert engine.compile_count == compiled
+    assert engine.stats()["num_preemptions"] > 0
+    assert len(results) == 500
+    assert all([o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True] for outputs in results.values())
+    assert {outputs[-1].finish_reason for outputs in results.values()} >= {"length", "abort"}
 
 
 def test_a_request_with_infinite_logits_fails_alone_and_says_where() -> None:
-    engine = make_engine()
+    engine = toy_engine()
     engine.add_request("u", "bad", SamplingParams(temperature=0), [POISON])
     engine.add_request("u", "good", SamplingParams(temperature=0, max_tokens=4), [5, 6])
     results = run(engine)
@@ -192,11 +277,36 @@ def test_a_request_with_infinite_logits_fails_alone_and_says_where() -> None:
 
 
 def test_a_too_long_prompt_gives_one_output_that_says_so() -> None:
-    engine = make_engine(max_model_len=12)
+    engine = toy_engine(max_model_len=12)
     engine.add_request("u", "r", SamplingParams(), random_prompt(13))
     (output,) = run(engine)["r"]
     assert (output.finish_reason, output.token_id) == ("prompt_length_exceeded", random_prompt(13)[-1])
     assert "13 tokens" in output.message and "limit is 12" in output.message
+
+
+def test_a_pool_that_holds_no_whole_sequence_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ValueError, match=r"9 blocks of 4 tokens .* max_model_len \(40\) tokens takes 10: lower .* 36"):
+        toy_engine(num_kv_blocks=9)
+
+
+def test_drafts_are_refused_until_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer_jax.engine.environ import rearm
+
+    for value, refused in [("0", False), ("5", True), ("-1", True)]:
+        monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", value)
+        rearm("DEEPINFER_USE_NEXTN_DECODE")
+        if refused:
+            with pytest.raises(ValueError, match=f"DEEPINFER_USE_NEXTN_DECODE is {value}, but drafts come in a later"):
+                toy_engine()
+        else:
+            assert toy_engine().limits.num_drafts == 0
+    monkeypatch.undo()
+    rearm("DEEPINFER_USE_NEXTN_DECODE")
+
+
+def test_more_devices_than_there_are_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 × 500 = 1000 devices are needed, there are \d+ .*device_count=1000"):
+        toy_engine(data_parallel_size=2, expert_parallel_size=500)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +321,7 @@ def test_a_too_long_prompt_gives_one_output_that_says_so() -> None:
 def test_ids_out_of_range_are_dropped_with_a_log_line(
     prompt: list[int], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine()
+    engine = toy_engine()
     with caplog.at_level(logging.INFO):
         assert engine.add_request("u", "r", SamplingParams(), prompt) is None
     assert sentence in caplog.text
@@ -219,7 +329,7 @@ def test_ids_out_of_range_are_dropped_with_a_log_line(
 
 
 def test_an_image_token_without_an_image_is_text_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine()
+    engine = toy_engine()
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=2), [5, IMAGE, 6])
     assert f"token id {IMAGE} stands for an image" in caplog.text
     assert tokens(run(engine)["r"]) == greedy_twin(TABLE, [5, IMAGE, 6], 2)
@@ -239,14 +349,14 @@ def test_an_image_token_without_an_image_is_text_with_a_warning(caplog: pytest.L
     ],
 )
 def test_a_prompt_that_is_no_list_of_ids_is_refused(prompt: object, sentence: str) -> None:
-    engine = make_engine()
+    engine = toy_engine()
     with pytest.raises(ValueError, match=f"request r: .*{sentence}"):
         engine.add_request("u", "r", SamplingParams(), prompt)
     assert not engine.has_unfinished_requests()
 
 
 def test_other_requests_that_cannot_be_are_refused() -> None:
-    engine = make_engine()
+    engine = toy_engine()
     with pytest.raises(ValueError, match="takes text"):
         engine.add_request("u", "r", SamplingParams(), [5], {"image_bytes": [b""], "image_sizes": [(1, 1)]})
     with pytest.raises(TypeError, match="request_id must be a string, got 7"):
@@ -263,71 +373,28 @@ def test_other_requests_that_cannot_be_are_refused() -> None:
     assert len(run(engine)["r"]) == 16
 
 
-def test_abort_frees_the_row_and_the_name() -> None:
-    engine = make_engine(max_num_seqs=1)
-    engine.add_request("u", "running", SamplingParams(max_tokens=30), [5, 6])
-    engine.add_request("u", "waiting", SamplingParams(max_tokens=30), [5, 6, 7])
-    engine.step()
-    assert engine.get_num_unfinished_requests() == 2
-    assert engine.abort_request("running") == (1, 3)
-    assert engine.abort_request({"waiting", "unknown"}) == (1, 3)
-    (output,) = engine.step()
-    assert (output.request_id, output.finish_reason, output.token_id) == ("waiting", "abort", 7)
-    assert not engine.has_unfinished_requests()
-    engine.add_request("u", "running", SamplingParams(temperature=0, max_tokens=2), [5, 6])
-    assert tokens(run(engine)["running"]) == greedy_twin(TABLE, [5, 6], 2)
-    with pytest.raises(TypeError, match="request_id must be"):
-        engine.abort_request(7)  # type: ignore[arg-type]
-
-
-def test_a_step_that_breaks_ends_what_ran_and_the_engine_goes_on() -> None:
-    engine = make_engine(max_num_seqs=1)
-    engine.add_request("u", "lost", SamplingParams(max_tokens=9), [5, 6])
-    engine.add_request("u", "next", SamplingParams(temperature=0, max_tokens=3), [8, 9])
-    engine.step()
-    engine.step()
-    programs = dict(engine._runner._programs)
-    engine._runner._programs.update(dict.fromkeys(programs, _interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            engine.step()
-    engine._runner._programs.update(programs)
-    results = run(engine)
-    assert set(results) == {"next"}
-    assert tokens(results["next"]) == greedy_twin(TABLE, [8, 9], 3)
-
-
-def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(max_num_seqs=2)
-    update = engine._scheduler.update
-    params = SamplingParams(temperature=0, max_tokens=1)
-    engine.add_request("u", "ends", params, [5, 6])
-    engine.add_request("u", "goes on", SamplingParams(max_tokens=9), [5, 6])
-
-    def interrupted(*arguments: Any) -> None:
-        update(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine._scheduler, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(engine._scheduler, "update", update)
-    assert not engine.has_unfinished_requests()
-    for name in ("ends", "goes on"):
-        engine.add_request("u", name, params, [8, 9])
-    assert {name: tokens(outputs) for name, outputs in run(engine).items()} == dict.fromkeys(
-        ("ends", "goes on"), greedy_twin(TABLE, [8, 9], 1)
-    )
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def test_every_output_is_the_callers() -> None:
+    engine = toy_engine()
+    params = SamplingParams(temperature=0, max_tokens=3, top_logprobs=2, prompt_logprobs=True)
+    engine.add_request("u", "r", params, [5, 6])
+    outputs = run(engine)["r"]
+    copies = [output.clone() for output in outputs]
+    assert copies == outputs
+    for output in outputs:
+        output.top_logprobs.clear()
+        output.prompt_logprobs.append(1.0)
+    assert [len(copy.top_logprobs) for copy in copies] == [2, 2, 2]
+    assert [len(copy.prompt_logprobs) for copy in copies] == [1, 0, 0]
 
 
 def test_an_empty_step_gives_nothing_and_a_closed_engine_refuses() -> None:
-    engine = make_engine()
+    engine = toy_engine()
     assert engine.step() == engine.flush_inflight_reqs() == []
     engine.close()
     engine.close()
+    call: Any
+    for call in (engine.step, engine.flush_inflight_reqs):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
     with pytest.raises(RuntimeError, match="closed"):
         engine.add_request("u", "r", SamplingParams(), [5])

@@ -101,7 +101,7 @@ def test_raise_checks_all_prompts_before_anything_runs(bad: Any, sentence: str) 
     with pytest.raises(ValueError, match=f"prompt 1: .*{sentence}"):
         llm.generate(prompt_token_ids=[[5, 6], bad, [7]], sampling_params=GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
-    assert llm.llm_engine.compile_count == 0
+    assert llm.llm_engine.stats()["num_steps"] == 0
 
 
 def test_report_runs_the_others_and_keeps_every_result_in_its_place() -> None:

@@ -5,6 +5,7 @@ the whole history back through them. An integer hash of that history picks a row
 token that comes out right proves that blocks, slots, positions, chunks, padding and the data index are right.
 """
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.loading import (
     EngineParts,
     engine_devices,
@@ -26,8 +30,12 @@ from deepinfer_jax.engine.loading import (
     step_buckets,
     zero_overhead_scheduling,
 )
+from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import CacheShape, StepBatch
+from deepinfer_jax.runtime.text_model import StepBatch
+from deepinfer_jax.sampling import SamplingRows, sample
 
 VOCAB = 64
 EOS = 1
@@ -54,8 +62,9 @@ def make_table(seed: int = 0) -> np.ndarray:
 class ToyModel:
     """A `StepModel`."""
 
-    def init_cache(self, shape: CacheShape) -> Array:
-        return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32)
+    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Array:
+        placement = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
+        return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32, device=placement)
 
     def advance(self, params: Array, cache: Array, batch: StepBatch) -> tuple[Array, Array]:
         data, blocks, tokens_per_block = cache.shape
@@ -106,6 +115,28 @@ def greedy_twin(table: np.ndarray, prompt: list[int], count: int) -> list[int]:
     return history[len(prompt) :]
 
 
+def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    """The tokens of a request on its own, without engine, cache or batch."""
+    assert params.seq_seed is not None
+    history = list(prompt)
+    for _ in range(count):
+        rows = SamplingRows(
+            temperature=jnp.asarray([params.temperature], jnp.float32),
+            greedy=jnp.asarray([params.greedy]),
+            top_p=jnp.asarray([params.top_p], jnp.float32),
+            top_k=jnp.asarray([params.top_k], jnp.int32),
+            seed=jnp.asarray([[params.seq_seed & 0xFFFFFFFF, params.seq_seed >> 32]], jnp.uint32),
+            position=jnp.asarray([len(history)], jnp.int32),
+            banned=jnp.asarray([-1], jnp.int32),
+            forced=jnp.asarray([-1], jnp.int32),
+        )
+        history.append(int(_sample(jnp.asarray(history_logits(table, history))[None], rows).tokens[0]))
+    return history[len(prompt) :]
+
+
+_sample = jax.jit(sample)
+
+
 def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
     """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
     limits = args.limits(
@@ -116,13 +147,16 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
     buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
     blocks = pool_blocks(limits, args.num_kv_blocks)
     shape = CacheShape(limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block)
+    mesh = engine_mesh(args, engine_devices(args))
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     runner = Runner(
         ToyModel(),
-        jnp.asarray(make_table()),
+        jax.device_put(make_table(), everywhere),
         buckets=buckets,
         shape=shape,
         table_width=limits.blocks_per_sequence,
-        mesh=engine_mesh(args, engine_devices(args)),
+        num_drafts=limits.num_drafts,
+        mesh=mesh,
     )
     return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, buckets, blocks, runner)
 
@@ -130,3 +164,33 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
 def use_toy(*, chunk: int = 8) -> AbstractContextManager[Any]:
     """While it lasts, every engine that is made runs the toy model."""
     return mock.patch("deepinfer_jax.engine.engine.load_parts", partial(toy_parts, chunk=chunk))
+
+
+def toy_engine(*, chunk: int = 8, overlap: bool = True, **kwargs: Any) -> LLMEngine:
+    """An engine with the toy model, small blocks and, unless `overlap`, no zero-overhead scheduling."""
+    variable = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
+    defaults = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
+    with mock.patch.dict(os.environ, {} if overlap else {variable: "0"}), use_toy(chunk=chunk):
+        rearm(variable)
+        engine = LLMEngine(EngineArgs(**(defaults | kwargs)))
+    rearm(variable)
+    return engine
+
+
+def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    """Steps until nothing is left; outputs by request id. Afterwards every block and slot is free."""
+    results: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            results.setdefault(output.request_id, []).append(output)
+    assert engine.flush_inflight_reqs() == []  # at most rows whose sequence ended a step earlier
+    engine._scheduler.check_idle()
+    return results
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [output.token_id for output in outputs]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(4, 50, length).tolist()

@@ -1,0 +1,52 @@
+"""The engine on a mesh of two virtual devices: the same tokens, both halves at work, all pools full again."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import make_table, random_prompt, sampled_twin
+
+from deepinfer_jax.engine.sampling_params import SamplingParams
+
+
+@cache
+def served() -> dict[str, Any]:
+    script = Path(__file__).with_name("two_devices.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
+def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
+    table = make_table()
+    assert served()[case]["tokens"] == {
+        str(i): sampled_twin(
+            table,
+            random_prompt(1 + 5 * i % 31, seed=i),
+            SamplingParams(seq_seed=i, temperature=0.9 * (i % 2)),
+            2 + i % 9,
+        )
+        for i in range(16)
+    }
+
+
+def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devices() -> None:
+    assert served()["one"]["data_indices"] == [0]
+    for case in ("two", "tight", "apart"):
+        assert served()[case]["data_indices"] == [0, 1]
+        assert served()[case]["cache_devices"] == 2
+
+
+def test_the_pools_of_both_indices_are_full_at_the_end() -> None:
+    # Six slots of 10 blocks each; with two indices three slots and their blocks each.
+    assert served()["one"]["pools"] == served()["two"]["pools"] == [60, 60, 6, 6]
+    # Seven sequences: four slots each; 11 blocks are little more than one sequence of full length.
+    assert served()["tight"]["pools"] == [22, 22, 8, 8]
+    assert served()["tight"]["num_preemptions"] > 0
+    assert {case["aborted"] for case in served().values()} == {1}
