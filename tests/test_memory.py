@@ -18,6 +18,7 @@ from deepinfer_jax.layout import released_tensors
 from deepinfer_jax.memory import device_memory, format_bytes, plan_memory
 from deepinfer_jax.memory_parts import checkpoint_bytes, temporary_bytes, weight_bytes
 from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
+from deepinfer_jax.runtime.slot_table import init_slot_table
 
 TESTS = Path(__file__).parent
 GB = 10**9
@@ -105,12 +106,20 @@ def test_drafts_keep_their_distributions() -> None:
 def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> None:
     shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4)
     plan = plan_memory(
-        TINY_CONFIG, precision=precision, platform="cpu", max_num_seqs=3, num_blocks=7, tokens_per_block=4
+        TINY_CONFIG,
+        precision=precision,
+        platform="cpu",
+        max_num_seqs=3,
+        max_model_len=TINY_CONFIG.text.max_position_embeddings,
+        num_blocks=7,
+        tokens_per_block=4,
     )
     params = jax.eval_shape(lambda key: init_params(TINY_CONFIG, key, precision=precision), jax.random.key(0))
     cache = jax.eval_shape(lambda: init_paged_cache(TINY_CONFIG, shape, precision=precision))
+    table = jax.eval_shape(lambda: init_slot_table(shape, width=TINY_CONFIG.text.max_position_embeddings // 4))
     assert sum(plan.parts[name] for name in WEIGHTS) == _nbytes(params)
     assert sum(plan.parts[name] for name in STATE) == _nbytes(cache)
+    assert plan.parts["slot table"] + plan.parts["block tables"] == _nbytes(table)
     assert plan.total == sum(plan.parts.values())
 
 
