@@ -25,10 +25,13 @@ class KernelChoice:
         sparse_attention: `"reference"` (plain XLA) or `"triton"` (Pallas, NVIDIA GPUs).
         interpret: run Pallas kernels in the Pallas interpreter, on any backend and about 100 times slower;
             for tests only, no constructor below sets it.
+        batch_invariant: a row's result has the same bits for any neighbours, place in the batch, chunks and cache
+            size (`rowwise.py`). Slower, and plain XLA everywhere; no constructor below sets it.
     """
 
     sparse_attention: Literal["reference", "triton"] = "reference"
     interpret: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def for_platform(cls, platform: str, device_kind: str) -> KernelChoice:

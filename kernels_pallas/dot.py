@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.kernels.rowwise import rowwise
+
 Array = jax.Array
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -41,8 +43,9 @@ def _wide(a: Array, b: Array, dimension_numbers: DimensionNumbers) -> Array:
 
 
 def matmul(x: Array, weight: Array) -> Array:
-    """x Wᵀ. x [..., in], weight [out, in] -> float32 [..., out]."""
-    return dot(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    """x Wᵀ, row by row. x [..., in], weight [out, in] -> float32 [..., out]."""
+    lead = x.ndim - 1
+    return rowwise(lambda rows: dot(rows, weight, (((lead,), (1,)), ((), ()))), x, lead=lead)
 
 
 def batched_matmul(x: Array, weight: Array) -> Array:

@@ -12,6 +12,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import batched_matmul
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
+from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.kernels.sparse_attention import Entries, sparse_attention
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.compressor import compress, entries_and_index_keys
@@ -67,17 +68,25 @@ def query_projection(
     """qr (normed q-lora vector) [batch, time, q_lora] and q [batch, time, heads, head_dim], rotated; no per-head
     norm (T2)."""
     quantize = arith.quantize_activations
-    latent = rms_norm(linear(x, params.wq_a, quantize_input=quantize), params.q_norm, text.rms_norm_eps)
-    query = linear(latent, params.wq_b, quantize_input=quantize)
-    query = query.reshape(*x.shape[:2], text.num_attention_heads, text.head_dim)
-    return latent, rotate(query, by.heads())
+
+    def project(x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
+        latent = rms_norm(linear(x, params.wq_a, quantize_input=quantize), params.q_norm, text.rms_norm_eps)
+        query = linear(latent, params.wq_b, quantize_input=quantize)
+        query = query.reshape(*x.shape[:2], text.num_attention_heads, text.head_dim)
+        return latent, rotate(query, by.heads())
+
+    return rowwise(project, x, by)
 
 
 def window_keys(x: jax.Array, params: Attention, by: Rotation, text: TextConfig, arith: Arithmetic) -> jax.Array:
     """Window KV (K = V, one head): projected, normed, rotated, FP8-quantised. [batch, time, head_dim]."""
-    projected = linear(x, params.wkv, quantize_input=arith.quantize_activations)
-    keys = rotate(rms_norm(projected, params.kv_norm, text.rms_norm_eps), by)
-    return fake_quant_fp8(keys) if arith.quantize_cache else keys
+
+    def project(x: jax.Array, by: Rotation) -> jax.Array:
+        projected = linear(x, params.wkv, quantize_input=arith.quantize_activations)
+        keys = rotate(rms_norm(projected, params.kv_norm, text.rms_norm_eps), by)
+        return fake_quant_fp8(keys) if arith.quantize_cache else keys
+
+    return rowwise(project, x, by)
 
 
 def output_projection(
@@ -87,13 +96,16 @@ def output_projection(
 
     heads: [batch, time, heads, head_dim] -> [batch, time, hidden].
     """
-    batch, time = heads.shape[:2]
-    grouped = rotate(heads, by.inverse().heads()).reshape(batch * time, text.o_groups, -1)
     wo_a = dequantize(params.wo_a, arith.dtype).reshape(text.o_groups, text.o_lora_rank, -1)
-    # Groups lead: XLA:CPU cannot run a bf16 product whose batch axis is not the first (jax.md §1.3).
-    latent = arith.round(jnp.swapaxes(batched_matmul(jnp.swapaxes(grouped, 0, 1), wo_a), 0, 1))
-    latent = latent.reshape(batch, time, -1)
-    return linear(latent, params.wo_b, quantize_input=arith.quantize_activations)
+
+    def project(heads: jax.Array, by: Rotation) -> jax.Array:
+        batch, time = heads.shape[:2]
+        grouped = rotate(heads, by.inverse().heads()).reshape(batch * time, text.o_groups, -1)
+        # Groups lead: XLA:CPU cannot run a bf16 product whose batch axis is not the first (jax.md §1.3).
+        latent = arith.round(jnp.swapaxes(batched_matmul(jnp.swapaxes(grouped, 0, 1), wo_a), 0, 1))
+        return linear(latent.reshape(batch, time, -1), params.wo_b, quantize_input=arith.quantize_activations)
+
+    return rowwise(project, heads, by)
 
 
 def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> jax.Array:
@@ -119,6 +131,10 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
         entries, picks = view.entries(plan.kv_owner), step.published.picks
         if picks is None or picks.shape[-1] == 0:
             entries = picks = None  # no entry can exist yet
+        elif step.kernels.batch_invariant:
+            # Otherwise the width of the picks, and with it the sums over them, would follow the size of the cache.
+            missing = text.index_topk - picks.shape[-1]
+            picks = jnp.pad(picks, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
     heads = sparse_attention(
         query,
         keys,

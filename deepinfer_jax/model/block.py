@@ -8,11 +8,12 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
-from deepinfer_jax.model.hyper_connections import collapse, expand, mix_coefficients
+from deepinfer_jax.kernels.rowwise import rowwise
+from deepinfer_jax.model.hyper_connections import Mix, collapse, expand, mix_coefficients
 from deepinfer_jax.model.moe import expert_scores, expert_weights, mixture, select_experts
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.params import Layer
+from deepinfer_jax.params import HyperConnection, Layer
 
 
 def initial_streams(embedded: jax.Array, text: TextConfig) -> tuple[jax.Array, jax.Array]:
@@ -49,17 +50,27 @@ def block(
     Returns:
         streams and pre for the next layer.
     """
-    mix = mix_coefficients(streams, params.hc_attn, text)
-    x = rms_norm(collapse(streams, pre), params.attn_norm, text.rms_norm_eps)
+    mix, x = _enter(streams, pre, params.hc_attn, params.attn_norm, text)
     y = probe(f"{name}.attention.output", attend(probe(f"{name}.attention.input", x)))
-    streams, pre = expand(y, streams, mix), mix.pre
+    streams, pre = rowwise(expand, y, streams, mix), mix.pre
 
-    mix = mix_coefficients(streams, params.hc_ffn, text)
-    x = rms_norm(collapse(streams, pre), params.ffn_norm, text.rms_norm_eps)
+    mix, x = _enter(streams, pre, params.hc_ffn, params.ffn_norm, text)
     scores = expert_scores(x, params.ffn)
     expert_ids = select_experts(scores, params.ffn, image_mask, experts_per_token)
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
     weights = expert_weights(scores, expert_ids, text.routed_scaling_factor)
     weights = probe(f"{name}.moe.expert_weights", weights)
     y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith, mesh))
-    return probe(f"{name}.streams", expand(y, streams, mix)), probe(f"{name}.pre", mix.pre)
+    return probe(f"{name}.streams", rowwise(expand, y, streams, mix)), probe(f"{name}.pre", mix.pre)
+
+
+def _enter(
+    streams: jax.Array, pre: jax.Array, params: HyperConnection, norm: jax.Array, text: TextConfig
+) -> tuple[Mix, jax.Array]:
+    """A sublayer's own mix, and its normed input [batch, time, hidden]."""
+
+    def enter(streams: jax.Array, pre: jax.Array) -> tuple[Mix, jax.Array]:
+        mix = mix_coefficients(streams, params, text)
+        return mix, rms_norm(collapse(streams, pre), norm, text.rms_norm_eps)
+
+    return rowwise(enter, streams, pre)

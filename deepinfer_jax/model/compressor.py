@@ -8,6 +8,7 @@ from deepinfer_jax.cache import Groups, OpenGroup
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import rotate, rotation
 from deepinfer_jax.params import Compressor, IndexKey
@@ -33,10 +34,10 @@ def compress(
     """
     batch, time, _ = x.shape
     if ratio == 1:
-        latents = linear(x, params.wkv)
+        latents = rowwise(lambda x: rms_norm(linear(x, params.wkv), params.norm, text.rms_norm_eps), x)
         numbers = start[:, None] + jnp.arange(time, dtype=jnp.int32)
         complete = jnp.arange(time) < lengths[:, None]
-        return Groups(rms_norm(latents, params.norm, text.rms_norm_eps), numbers, complete), None
+        return Groups(latents, numbers, complete), None
     assert open_group is not None
     carried = ratio - 1
     wide = x.astype(jnp.float32)
@@ -49,11 +50,15 @@ def compress(
     members = jnp.minimum(members, carried + time - 1).reshape(batch, count * ratio, 1)
     grouped_kv = jnp.take_along_axis(kv, members, axis=1).reshape(batch, count, ratio, -1)
     grouped_gate = jnp.take_along_axis(gate, members, axis=1).reshape(batch, count, ratio, -1)
-    latents = arith.round(jnp.sum(jax.nn.softmax(grouped_gate, axis=2) * grouped_kv, axis=2))
+
+    def pool(gate: jax.Array, kv: jax.Array) -> jax.Array:
+        latents = arith.round(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2))
+        return rms_norm(latents, params.norm, text.rms_norm_eps)
+
     complete = (numbers + 1) * ratio <= (start + lengths)[:, None]
     last = (lengths[:, None] + jnp.arange(carried, dtype=jnp.int32))[..., None]
     left_open = OpenGroup(jnp.take_along_axis(kv, last, axis=1), jnp.take_along_axis(gate, last, axis=1))
-    return Groups(rms_norm(latents, params.norm, text.rms_norm_eps), numbers, complete), left_open
+    return Groups(rowwise(pool, grouped_gate, grouped_kv), numbers, complete), left_open
 
 
 def entries_and_index_keys(
@@ -66,6 +71,10 @@ def entries_and_index_keys(
     Returns:
         entries [batch, groups, head_dim], index keys [batch, groups, index_dim].
     """
-    by = rotation(text, groups.numbers * ratio, compressed=True)
-    index_keys = rms_norm(linear(groups.latents, params.wk), params.k_norm, text.rms_norm_eps)
-    return rotate(groups.latents, by), rotate(index_keys, by)
+
+    def make(latents: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        by = rotation(text, numbers * ratio, compressed=True)
+        index_keys = rms_norm(linear(latents, params.wk), params.k_norm, text.rms_norm_eps)
+        return rotate(latents, by), rotate(index_keys, by)
+
+    return rowwise(make, groups.latents, groups.numbers)

@@ -15,6 +15,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rounding import round_to
+from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.model.attention import Step, output_projection, query_projection, window_keys
 from deepinfer_jax.model.block import block, initial_streams
@@ -53,8 +54,12 @@ def store_context(taps: jax.Array, params: Draft, step: Step) -> None:
     taps: [batch, time, targets·hidden].
     """
     text, arith = step.text, step.arith
-    projected = linear(taps, params.main_proj, quantize_input=arith.quantize_activations)
-    context = rms_norm(projected, params.main_norm, text.rms_norm_eps)
+
+    def project(taps: jax.Array) -> jax.Array:
+        projected = linear(taps, params.main_proj, quantize_input=arith.quantize_activations)
+        return rms_norm(projected, params.main_norm, text.rms_norm_eps)
+
+    context = rowwise(project, taps)
     for i, layer in enumerate(params.layers):
         keys = window_keys(context, layer.attn, step.rotations[False], text, arith)
         step.view.write_draft_window(i, keys)
@@ -89,6 +94,13 @@ def draft(
 @functools.partial(jax.jit, static_argnames=("config", "precision", "kernels"))
 def _draft(
     params: Params, cache: Cache, tokens: jax.Array, *, config: ModelConfig, precision: str, kernels: KernelChoice
+) -> DraftOutput:
+    with batch_invariant(kernels.batch_invariant):
+        return _draft_block(params, cache, tokens, config, precision, kernels)
+
+
+def _draft_block(
+    params: Params, cache: Cache, tokens: jax.Array, config: ModelConfig, precision: str, kernels: KernelChoice
 ) -> DraftOutput:
     text, arith = config.text, arithmetic(config, precision)
     weights = params.draft
@@ -137,8 +149,8 @@ def _draft(
                 probe=Probe((), ()),
                 mesh=params.mesh,
             )
-    final = collapse(streams, pre)
-    plain = matmul(rms_norm(final, weights.norm, text.rms_norm_eps), params.head)
+    final = rowwise(collapse, streams, pre)
+    plain = matmul(rowwise(lambda rows: rms_norm(rows, weights.norm, text.rms_norm_eps), final), params.head)
     return _markov_chain(final, plain, tokens, weights)
 
 

@@ -7,6 +7,7 @@ from jax import lax
 from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
+from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.params import Engram
 
 _GATE_FLOOR = 1e-6
@@ -36,21 +37,25 @@ def engram(
         rows: table rows. int32 [batch, time, (ngram - 1)·heads].
         image_mask: bool [batch, time], or None.
     """
-    batch, time, count, hidden = streams.shape
     table = jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), params.embed)
-    memory = dequantize(table, arith.dtype).astype(arith.dtype).reshape(batch, time, -1)
-    projected = linear(memory, params.wkv, quantize_input=arith.quantize_activations).astype(jnp.float32)
-    key = projected[..., : count * hidden].reshape(batch, time, count, hidden)
-    value = projected[..., None, count * hidden :]
-    h = streams.astype(jnp.float32)
-    fused = params.q_weight.astype(jnp.float32) * params.k_weight.astype(jnp.float32)
-    d = (
-        jnp.sum(h * fused * key, axis=-1)
-        * lax.rsqrt(jnp.mean(h * h, axis=-1) + text.rms_norm_eps)
-        * lax.rsqrt(jnp.mean(key * key, axis=-1) + text.rms_norm_eps)
-        * hidden**-0.5
-    )
-    gate = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), _GATE_FLOOR)), d))
-    if image_mask is not None:
-        gate = jnp.where(image_mask[..., None], 0, gate)
-    return arith.round(h + gate[..., None] * value)
+    memory = dequantize(table, arith.dtype).astype(arith.dtype).reshape(*streams.shape[:2], -1)
+
+    def add(streams: jax.Array, memory: jax.Array, image_mask: jax.Array | None) -> jax.Array:
+        batch, time, count, hidden = streams.shape
+        projected = linear(memory, params.wkv, quantize_input=arith.quantize_activations).astype(jnp.float32)
+        key = projected[..., : count * hidden].reshape(batch, time, count, hidden)
+        value = projected[..., None, count * hidden :]
+        h = streams.astype(jnp.float32)
+        fused = params.q_weight.astype(jnp.float32) * params.k_weight.astype(jnp.float32)
+        d = (
+            jnp.sum(h * fused * key, axis=-1)
+            * lax.rsqrt(jnp.mean(h * h, axis=-1) + text.rms_norm_eps)
+            * lax.rsqrt(jnp.mean(key * key, axis=-1) + text.rms_norm_eps)
+            * hidden**-0.5
+        )
+        gate = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), _GATE_FLOOR)), d))
+        if image_mask is not None:
+            gate = jnp.where(image_mask[..., None], 0, gate)
+        return arith.round(h + gate[..., None] * value)
+
+    return rowwise(add, streams, memory, image_mask)

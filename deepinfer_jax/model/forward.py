@@ -14,6 +14,7 @@ from deepinfer_jax.cache import Cache, CacheView, View, init_cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
+from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.model.attention import Step, attention
 from deepinfer_jax.model.block import block, initial_streams
@@ -84,7 +85,8 @@ def forward(
             inside it, close over traced arrays under an outer `jax.jit`, `jax.vmap` or `jax.grad`.
         return_logits: False leaves the head out.
         kernels: implementation of each kernel, e.g. `KernelChoice.for_devices(jax.devices())`; the default is plain
-            XLA, which is differentiable and runs on meshes.
+            XLA, which is differentiable and runs on meshes. With `batch_invariant` a row's results and its cached
+            state have the same bits for any batch, chunks and cache length.
 
     Returns:
         `ForwardOutput`. Logits at padding positions mean nothing. Under tracing, rows that overflow the cache have
@@ -115,9 +117,14 @@ def forward(
     )
 
 
-def compute_logits(params: Params, hidden: jax.Array) -> jax.Array:
+def compute_logits(
+    params: Params,
+    hidden: jax.Array,
+    kernels: KernelChoice = KernelChoice(),  # noqa: B008 (frozen, so one shared default is safe)
+) -> jax.Array:
     """The head on normed final states (model.md §11). [..., hidden] -> float32 [..., vocab]."""
-    return matmul(hidden, params.head)
+    with batch_invariant(kernels.batch_invariant):
+        return matmul(hidden, params.head)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision", "captures", "edits", "return_logits", "kernels"))
@@ -140,14 +147,14 @@ def _forward(
     arith = arithmetic(config, precision)
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
     before = init_cache(config, batch, time, precision=precision) if cache is None else cache
-    view = CacheView(before, lengths, time, config, arith)
+    view = CacheView(before, lengths, time, config, arith, in_order=kernels.batch_invariant)
     probe = Probe(captures, edits)
     hidden = hidden_states(
         params, tokens, view, config, arith, probe, kernels, token_types=token_types, image_embeds=image_embeds
     )
     overflow = (view.start + lengths > before.max_length)[:, None, None]
     hidden = jnp.where(overflow, jnp.nan, hidden)
-    logits = compute_logits(params, hidden) if return_logits else None
+    logits = compute_logits(params, hidden, kernels) if return_logits else None
     return ForwardOutput(logits, hidden, None if cache is None else view.finish(), probe.captured)
 
 
@@ -167,46 +174,50 @@ def hidden_states(
 
     Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing.
     """
-    text = config.text
-    valid = view.positions >= 0
-    image_mask = None if token_types is None else (token_types >= 0) & valid
-    embedded = embed_tokens(tokens, params, arith)
-    if token_types is not None and params.vision is not None:
-        roles = jnp.where(valid, token_types, -1)
-        embedded = merge_images(embedded, roles, image_embeds, params.vision, arith)
-    streams, pre = initial_streams(shard_rows(probe("embed", embedded), params.mesh), text)
-    rows = None
-    if params.token_map is not None:
-        history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
-        rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
+    with batch_invariant(kernels.batch_invariant):
+        text = config.text
+        valid = view.positions >= 0
+        image_mask = None if token_types is None else (token_types >= 0) & valid
+        embedded = embed_tokens(tokens, params, arith)
+        if token_types is not None and params.vision is not None:
+            roles = jnp.where(valid, token_types, -1)
+            embedded = merge_images(embedded, roles, image_embeds, params.vision, arith)
+        streams, pre = initial_streams(shard_rows(probe("embed", embedded), params.mesh), text)
+        rows = None
+        if params.token_map is not None:
+            history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
+            rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
-    step = Step.start(text, arith, view, probe, kernels)
-    taps: dict[int, jax.Array] = {}
-    for plan, layer in zip(layer_plans(text), params.layers, strict=True):
-        name = f"layers.{plan.index}"
-        with jax.named_scope(name):
-            if plan.engram is not None and layer.engram is not None and rows is not None:
-                layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
-                streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
-                streams = probe(f"{name}.engram.streams", streams)
-            if plan.tap:
-                taps[plan.index] = tap(streams)
-            streams, pre = block(
-                streams,
-                pre,
-                layer,
-                functools.partial(attention, params=layer.attn, plan=plan, step=step),
-                name=name,
-                experts_per_token=text.num_experts_per_tok,
-                image_mask=image_mask,
-                valid=valid,
-                text=text,
-                arith=arith,
-                probe=probe,
-                mesh=params.mesh,
-            )
-    if params.draft is not None:
-        gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
-        store_context(gathered, params.draft, step)
+        step = Step.start(text, arith, view, probe, kernels)
+        taps: dict[int, jax.Array] = {}
+        for plan, layer in zip(layer_plans(text), params.layers, strict=True):
+            name = f"layers.{plan.index}"
+            with jax.named_scope(name):
+                if plan.engram is not None and layer.engram is not None and rows is not None:
+                    layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
+                    streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
+                    streams = probe(f"{name}.engram.streams", streams)
+                if plan.tap:
+                    taps[plan.index] = rowwise(tap, streams)
+                streams, pre = block(
+                    streams,
+                    pre,
+                    layer,
+                    functools.partial(attention, params=layer.attn, plan=plan, step=step),
+                    name=name,
+                    experts_per_token=text.num_experts_per_tok,
+                    image_mask=image_mask,
+                    valid=valid,
+                    text=text,
+                    arith=arith,
+                    probe=probe,
+                    mesh=params.mesh,
+                )
+        if params.draft is not None:
+            gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
+            store_context(gathered, params.draft, step)
 
-    return probe("final_norm", rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps))
+        def normed(streams: jax.Array, pre: jax.Array) -> jax.Array:
+            return rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps)
+
+        return probe("final_norm", rowwise(normed, streams, pre))

@@ -1,5 +1,6 @@
 """Two-level indexer: which compressed entries each query attends (model.md §5.6, §5.7)."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,11 +14,13 @@ from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
 from deepinfer_jax.kernels.quantized_linear import linear
-from deepinfer_jax.kernels.tiling import join_time, split_time
+from deepinfer_jax.kernels.rowwise import TILE_ROWS, is_batch_invariant, isolated, rowwise
+from deepinfer_jax.kernels.tiling import join_time, pad_time, split_time
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 
 _TILE_BYTES = 1 << 23  # of fp32 products per tile of query rows and keys
+_TILE_KEYS = 64  # per tile under batch invariance
 
 
 def index_scores(
@@ -46,23 +49,29 @@ def index_scores(
     """
     batch, time, _ = x.shape
     heads, dim, entries = text.index_n_heads, text.index_head_dim, index_keys.count
-    query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
-    query = rotate(query.reshape(batch, time, heads, dim), by.heads())
-    if arith.quantize_cache:
-        query = fake_quant_fp4_index(query)
-    weights = arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
+
+    def project(query_latent: jax.Array, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
+        query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
+        query = rotate(query.reshape(*x.shape[:2], heads, dim), by.heads())
+        if arith.quantize_cache:
+            query = fake_quant_fp4_index(query)
+        return query, arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
+
+    query, weights = rowwise(project, query_latent, x, by)
+
+    def tile(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+        """[batch, time, keys] of query [batch, time, heads, dim], keys [batch, keys, dim], in any sizes."""
+        batch, time, count = *query.shape[:2], keys.shape[1]
+        products = dot(query.reshape(batch, time * heads, dim), keys, (((2,), (2,)), ((0,), (0,))))
+        products = arith.round(products).reshape(batch, time, heads, count)
+        terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
+        return arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
 
     def scores_of(keys: jax.Array) -> jax.Array:
         """[batch, time, keys] of keys [batch, keys, index_dim]."""
-
-        def tile(query: jax.Array, weights: jax.Array) -> jax.Array:
-            size = query.shape[1]
-            products = dot(query.reshape(batch, size * heads, dim), keys, (((2,), (2,)), ((0,), (0,))))
-            products = arith.round(products).reshape(batch, size, heads, keys.shape[1])
-            terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
-            return arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
-
-        return _map_time(tile, (query, weights), batch * heads * keys.shape[1] * 4)
+        if is_batch_invariant():
+            return _map_fixed_tiles(tile, query, weights, keys)
+        return _map_time(functools.partial(tile, keys=keys), (query, weights), batch * heads * keys.shape[1] * 4)
 
     # Tiles of keys too, so that neither products nor keys of all entries of a long context exist at once.
     blocks = _TILE_BYTES // (batch * heads * index_keys.block * 4) if entries else 0
@@ -84,6 +93,37 @@ def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], b
         return function(*rows)
     tiled = tuple(split_time(a, size, 0) for a in rows)
     return join_time(lax.map(lambda tile: function(*tile), tiled), time)
+
+
+def _map_fixed_tiles(
+    function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    query: jax.Array,
+    weights: jax.Array,
+    keys: jax.Array,
+) -> jax.Array:
+    """`function` of `TILE_ROWS` rows and `_TILE_KEYS` keys of one sequence at a time: [batch, time, keys]."""
+    (batch, time), count = query.shape[:2], keys.shape[1]
+    row_tiles, key_tiles = math.ceil(time / TILE_ROWS), math.ceil(count / _TILE_KEYS)
+    if key_tiles == 0:
+        return jnp.zeros((batch, time, 0), query.dtype)
+    query = pad_time(query, row_tiles * TILE_ROWS - time, 0)
+    weights = pad_time(weights, row_tiles * TILE_ROWS - time, 0)
+    keys = pad_time(keys, key_tiles * _TILE_KEYS - count, 0)
+
+    def one(number: jax.Array) -> jax.Array:
+        sequence, number = number // (row_tiles * key_tiles), number % (row_tiles * key_tiles)
+
+        def part(array: jax.Array, tile: jax.Array, size: int) -> jax.Array:
+            array = lax.dynamic_slice_in_dim(array, sequence, 1)
+            return lax.dynamic_slice_in_dim(array, tile * size, size, axis=1)
+
+        row_tile, key_tile = number // key_tiles, number % key_tiles
+        rows = (part(array, row_tile, TILE_ROWS) for array in (query, weights))
+        return isolated(function, *rows, part(keys, key_tile, _TILE_KEYS))
+
+    scores = lax.map(one, jnp.arange(batch * row_tiles * key_tiles))
+    scores = jnp.swapaxes(scores.reshape(batch, row_tiles, key_tiles, TILE_ROWS, _TILE_KEYS), 2, 3)
+    return scores.reshape(batch, row_tiles * TILE_ROWS, key_tiles * _TILE_KEYS)[:, :time, :count]
 
 
 def candidate_entries(scores: jax.Array, visible: jax.Array, text: TextConfig) -> jax.Array:

@@ -11,6 +11,7 @@ from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.experts import routed_experts, swiglu
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import linear
+from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.expert_dispatch import dispatched_experts
 from deepinfer_jax.params import Experts, MoE
 from deepinfer_jax.sharding import EXPERT
@@ -21,7 +22,12 @@ _DEEP = -80.0  # below it log1p(e^g) is e^g in float32, and e^g is close to the 
 
 def expert_scores(x: jax.Array, params: MoE) -> jax.Array:
     """sqrt(softplus(g)) of every expert, fp32. [batch, time, hidden] -> float32 [batch, time, experts]."""
-    logits = matmul(x.astype(jnp.float32), params.gate.astype(jnp.float32))
+    gate = params.gate.astype(jnp.float32)
+    return rowwise(lambda x: _root_softplus(matmul(x.astype(jnp.float32), gate)), x)
+
+
+def _root_softplus(logits: jax.Array) -> jax.Array:
+    """sqrt(softplus(g)), fp32, in any shape."""
     # The inner wheres keep the branch that is not taken, and with it every gradient, finite.
     moderate = (logits > _DEEP) & (logits <= 20)
     softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.where(moderate, logits, 0))))
@@ -52,10 +58,14 @@ def expert_weights(scores: jax.Array, expert_ids: jax.Array, scale: float) -> ja
 
     expert_ids: int32 [batch, time, k]; scale: `routed_scaling_factor` -> float32 [batch, time, k].
     """
-    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
-    if expert_ids.shape[-1] > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
-    return weights * scale
+
+    def weigh(scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
+        weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        if expert_ids.shape[-1] > 1:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
+        return weights * scale
+
+    return rowwise(weigh, scores, expert_ids)
 
 
 def shared_expert(x: jax.Array, params: Experts, limit: float, quantize: bool) -> jax.Array:
@@ -96,5 +106,8 @@ def mixture(
     else:
         w1, w3, w2 = experts.w1, experts.w3, experts.w2
         routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
-    shared = shared_expert(x, params.shared_experts, limit, quantize)
-    return arith.round(routed.reshape(batch, time, hidden) + shared.astype(jnp.float32))
+
+    def add_shared(x: jax.Array, routed: jax.Array) -> jax.Array:
+        return arith.round(routed + shared_expert(x, params.shared_experts, limit, quantize).astype(jnp.float32))
+
+    return rowwise(add_shared, x, routed.reshape(batch, time, hidden))

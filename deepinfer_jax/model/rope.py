@@ -11,6 +11,7 @@ from flax import struct
 
 from deepinfer_jax.config import TextConfig
 from deepinfer_jax.kernels.rounding import round_to
+from deepinfer_jax.kernels.rowwise import rowwise
 
 
 @struct.dataclass
@@ -58,8 +59,12 @@ def frequencies(text: TextConfig, compressed: bool) -> npt.NDArray[np.float32]:
 
 def rotation(text: TextConfig, positions: jax.Array, compressed: bool) -> Rotation:
     """Rotation of integer positions [...], angles as fp32 position × fp32 frequency (T33)."""
-    angles = positions.astype(jnp.float32)[..., None] * frequencies(text, compressed)
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+    def of_rows(positions: jax.Array) -> Rotation:
+        angles = positions.astype(jnp.float32)[..., None] * frequencies(text, compressed)
+        return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+    return rowwise(of_rows, positions, lead=positions.ndim)
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

@@ -3,6 +3,7 @@
 Three ways of moving the same data, chosen from static shapes alone: every expert on every token when there are few
 experts for each pick, pair by pair when there are few pairs, tiles of one expert otherwise
 (`lax.ragged_dot` is dense on CPU and CUDA, jax.md §0.4). All give the sum in ascending expert order, in fp32.
+Under batch invariance the number of tokens chooses neither the way nor the tile.
 """
 
 import jax
@@ -14,6 +15,7 @@ from deepinfer_jax.kernels.experts.plan import plan_tiles
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, product
 from deepinfer_jax.kernels.rounding import round_to
+from deepinfer_jax.kernels.rowwise import TILE_ROWS, is_batch_invariant, isolated, rowwise
 from deepinfer_jax.kernels.weights import Weight
 
 Array = jax.Array
@@ -60,7 +62,11 @@ def routed_experts(
         float32 [tokens, hidden]; each expert's output is rounded to the dtype of `x` before the sum.
     """
     if jax.tree.leaves(w1)[0].shape[0] <= _DENSE_WASTE * expert_ids.shape[1]:
-        return _dense(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
+
+        def dense(x: Array, expert_ids: Array, weights: Array) -> Array:
+            return _dense(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
+
+        return rowwise(dense, x, expert_ids, weights, lead=1)
     expert_ids, weights = ascending(expert_ids, weights)
     return ordered_sum(expert_outputs(x, w1, w3, w2, expert_ids, weights, limit=limit, quantize_input=quantize_input))
 
@@ -91,7 +97,7 @@ def expert_outputs(
     """
     if quantize_input:
         x = fake_quant_fp8(x)  # once per row, for both projections and all experts
-    method = _pair_by_pair if expert_ids.size <= _FEW_PAIRS else _tiled
+    method = _pair_by_pair if expert_ids.size <= _FEW_PAIRS and not is_batch_invariant() else _tiled
     return method(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
 
 
@@ -142,17 +148,20 @@ def _tiled(
 ) -> Array:
     tokens = ids.shape[0]
     experts = jax.tree.leaves(w1)[0].shape[0]
-    tile = _tile_rows(ids.size, experts)
+    tile = TILE_ROWS if is_batch_invariant() else _tile_rows(ids.size, experts)
     plan = plan_tiles(ids, experts, tile)
     tiles = plan.expert.shape[0]
     pair_weight = jnp.zeros(tiles * tile, jnp.float32).at[plan.place].set(weights, mode="drop").reshape(tiles, tile)
+
+    def on_tile(rows: Array, expert: Array, weight: Array) -> Array:
+        return _expert(rows, w1, w3, w2, expert, weight, limit, quantize_input)
 
     def one_tile(work: tuple[Array, Array, Array]) -> Array:
         expert, row, weight = work
 
         def compute() -> Array:
             rows = jnp.take(x, row, axis=0, mode="fill", fill_value=0)  # [tile, hidden]
-            return _expert(rows, w1, w3, w2, expert, weight, limit, quantize_input)
+            return isolated(on_tile, rows, expert, weight)
 
         # The plan has room for the worst case; places are filled from the left, so a tile that is used has a first.
         return lax.cond(row[0] < tokens, compute, lambda: jnp.zeros((tile, x.shape[-1]), x.dtype))

@@ -10,6 +10,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 
 from . import triton
 from .entries import Entries, PackedEntries, PagedEntries, entry_count
+from .invariant import sparse_attention_invariant
 from .reference import sparse_attention_reference
 
 __all__ = ["Entries", "PackedEntries", "PagedEntries", "sparse_attention"]
@@ -53,7 +54,8 @@ def sparse_attention(
             sliding_window, as in a prefill over [previous window | new rows]. The result is the same without
             the promise; with it a row costs its window instead of all slots.
         choice: the implementation. The Triton kernel serves rows with windows of any order; a banded prefill,
-            and sizes that the kernel does not take (`triton.refusal`), run the reference.
+            and sizes that the kernel does not take (`triton.refusal`), run the reference. With `batch_invariant` a
+            row's bits depend on its own window keys in their order, its picks and k alone.
 
     Returns:
         [batch, time, heads, dim] of the dtype of `query`.
@@ -63,7 +65,9 @@ def sparse_attention(
     """
     _check(query, window, window_positions, entries, picks, horizon, sink, sliding_window, banded)
     attend: Callable[..., jax.Array] = functools.partial(sparse_attention_reference, banded=banded)
-    if choice.sparse_attention == "triton" and not banded and not triton.refusal(query, entries):
+    if choice.batch_invariant:
+        attend = functools.partial(sparse_attention_invariant, banded=banded)
+    elif choice.sparse_attention == "triton" and not banded and not triton.refusal(query, entries):
         attend = functools.partial(triton.sparse_attention_triton, interpret=choice.interpret)
     with jax.named_scope("sparse_attention"):
         return attend(
