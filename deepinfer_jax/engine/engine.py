@@ -299,7 +299,7 @@ class LLMEngine:
             self._stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, PrefillStep):
                 for output in outputs:
-                    if output.num_output_tokens == 1:
+                    if output.num_output_tokens == 1 and not output.message:
                         self._stats.first_token.add(arrived - self._open[output.request_id].arrival_time)
             self._emit(outputs)
             self._stats.seconds["wait"] += arrived - start

@@ -1,5 +1,6 @@
 """A model folder to the parts of an engine."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +84,10 @@ def load_parts(args: EngineArgs) -> EngineParts:
         params = load_params(args.model, config, precision=args.precision, mesh=mesh)
     buckets = step_buckets(
         limits,
-        most_prefill_tokens=_PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS),
+        most_prefill_tokens=_most_prefill_tokens(devices),
         max_programs=_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS,
     )
+    kernels = dataclasses.replace(KernelChoice.for_devices(devices), batch_invariant=env.BATCH_INVARIANT)
     shape = CacheShape(
         data=limits.data_parallel_size,
         slots=limits.seqs_per_index,
@@ -100,9 +102,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         buckets=buckets,
         num_blocks=num_blocks,
         runner=Runner(
-            TextModel(
-                config, args.precision, KernelChoice.for_devices(devices), packed=args.kv_cache_format == "packed"
-            ),
+            TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed"),
             params,
             buckets=buckets,
             shape=shape,
@@ -183,6 +183,7 @@ def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs
 
 def _plan(config: ModelConfig, args: EngineArgs, devices: list[jax.Device]) -> MemoryPlan:
     """What memory allows; ValueError, with the numbers, if the weights and one sequence do not fit."""
+    whole_prompt = args.max_model_len or config.text.max_position_embeddings
     plan = plan_memory(
         config,
         precision=args.precision,
@@ -193,7 +194,7 @@ def _plan(config: ModelConfig, args: EngineArgs, devices: list[jax.Device]) -> M
         utilization=args.gpu_memory_utilization,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
-        max_prefill_tokens=_PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS),
+        max_prefill_tokens=_most_prefill_tokens(devices) if args.chunked_prefill else whole_prompt,
         tokens_per_block=args.tokens_per_block,
         packed=args.kv_cache_format == "packed",
         num_drafts=num_drafts(),
@@ -214,6 +215,10 @@ def engine_mesh(args: EngineArgs, devices: list[jax.Device]) -> Mesh | None:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices,
     )
+
+
+def _most_prefill_tokens(devices: list[jax.Device]) -> int:
+    return _PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS)
 
 
 def _num_bytes(params: Any) -> int:

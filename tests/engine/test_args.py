@@ -122,5 +122,10 @@ def test_values_that_cannot_be_are_refused_by_name(field: str, value: object) ->
         EngineArgs(**{"model": "m", field: value})  # type: ignore[arg-type]
 
 
+def test_random_weights_are_for_one_device() -> None:
+    with pytest.raises(ValueError, match='"dummy" draws its weights on one device, and the engine needs 2'):
+        EngineArgs(model="m", load_format="dummy", data_parallel_size=2)
+
+
 def test_the_load_format_is_read_in_any_case() -> None:
     assert EngineArgs(model="m", load_format="Dummy").load_format == "dummy"

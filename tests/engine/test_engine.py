@@ -1,6 +1,7 @@
 """`LLMEngine` over a toy model whose every token depends on the whole history: results, independence, refusals."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from toy import (
 )
 
 from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.request import prefill_columns
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
 TABLE = make_table()
@@ -145,20 +148,36 @@ def test_preempted_requests_end_if_told_to(overlap: bool) -> None:
         assert given == whole[: len(given)]
 
 
-def test_the_rule_against_an_early_end_holds_for_the_first_output_only_also_after_preemption(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # A table in which EOS is always the likeliest.
+def test_first_n_token_no_eos_bans_eos_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bent = TABLE.copy()
-    bent[:-1, EOS] = 99
+    bent[:-1, EOS] = 99  # always the likeliest
     monkeypatch.setattr("toy.make_table", lambda: bent)
-    engine = toy_engine(num_kv_blocks=12, stop_preempted_request=False)
-    prompt = random_prompt(4)
+    engine, prompt = toy_engine(), random_prompt(4)
     engine.add_request("u", "free", SamplingParams(temperature=0, max_tokens=3), prompt)
     engine.add_request("u", "banned", SamplingParams(temperature=0, max_tokens=3, first_n_token_no_eos=1), prompt)
     results = run(engine)
     assert tokens(results["free"]) == [EOS]
     assert tokens(results["banned"]) == [*greedy_twin(TABLE, prompt, 1), EOS]
+
+
+def test_a_prompt_that_is_computed_again_has_the_rules_of_its_next_output() -> None:
+    """Trap 27: neither the ban of the first output nor its log-probabilities come again."""
+    engine = toy_engine()
+    params = SamplingParams(first_n_token_no_eos=1, prompt_logprobs=True, golden_token_ids=[5, 6, 7])
+    sequence = engine.add_request("u", "r", params, [4, 5, 6])
+    assert sequence is not None
+
+    def columns(start: int, count: int) -> dict[str, Any]:
+        step: Any = SimpleNamespace(
+            sequences=[sequence], starts=np.asarray([start]), num_new_tokens=np.asarray([count])
+        )
+        return {name: column.item() for name, column in prefill_columns(step).items()}
+
+    first = columns(0, 2)
+    assert (first["banned"], first["forced"], first["next_token"], first["wants_prompt_logprobs"]) == (EOS, 5, 6, True)
+    sequence.output_token_ids += [5, 6]
+    again = columns(0, 5)
+    assert (again["banned"], again["forced"], again["next_token"], again["wants_prompt_logprobs"]) == (-1, 7, 0, False)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -290,8 +309,6 @@ def test_a_pool_that_holds_no_whole_sequence_is_refused_with_the_arithmetic() ->
 
 
 def test_drafts_are_refused_until_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer_jax.engine.environ import rearm
-
     for value, refused in [("0", False), ("5", True), ("-1", True)]:
         monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", value)
         rearm("DEEPINFER_USE_NEXTN_DECODE")
