@@ -228,9 +228,10 @@ def test_temporaries_grow_with_every_size() -> None:
 
     assert size() <= size(decode_rows=4096) and size() < size(prefill_tokens=512) < size(context=1 << 20)
     # Scores of 2048 rows against a million entries dominate: 12 bytes each, one for the candidates,
-    # and three products of one tile.
+    # and one tile: its
+    # products three times, and its keys.
     long = size(prefill_tokens=2048, context=1 << 20)
-    assert long == 2048 * ((1 << 20) * 13 + 4 * 5120 * 8) + 3 * (8 << 20)
+    assert long == 2048 * ((1 << 20) * 13 + 4 * 5120 * 8) + 3 * (8 << 20) + 65_536 * 128 * 6
     # Of 4096 sampled rows, five fp32 arrays over the vocabulary.
     wide = size(decode_rows=4096)
     assert wide == 4096 * (4096 + 4 * 5120 * 8 + 129_280 * 20)
