@@ -134,6 +134,21 @@ def test_the_prefill_program_is_the_one_that_the_chunks_fill_best() -> None:
     assert shape_of(4, 4, 4) == (8, 2)
 
 
+def test_a_short_chunk_does_not_run_in_a_long_program() -> None:
+    buckets = BucketTable(decode=(Bucket(4, 1, 8),), prefill=(Bucket(1, 4, 8), Bucket(1, 16, 8)))
+    twin = Twin(make_scheduler(buckets=buckets))
+    twin.add(endless(0, prompt_len=19))
+    assert [p.prefill.bucket.time for p in (twin.step(), twin.step()) if p.prefill] == [16, 4]
+
+
+def test_the_program_widens_with_the_block_tables() -> None:
+    twin = Twin(make_scheduler(max_model_len=80, tokens_per_block=2, max_num_seqs=1))
+    twin.add(make_sequence(0, prompt_len=29, max_tokens=40, max_model_len=80)).ignore_eos = True
+    widths = [plan.decode.bucket.width for plan in (twin.step() for _ in range(40)) if plan.decode]
+    assert widths == [16] * 3 + [26] * 20 + [40] * (len(widths) - 23)  # 32 and 52 tokens fill 16 and 26 blocks
+    twin.drain()
+
+
 def test_decode_rows_are_taken_off_the_token_budget() -> None:
     twin = Twin(make_scheduler(max_num_seqs=4, max_num_batched_tokens=6))
     for seq_id in range(3):
@@ -271,6 +286,22 @@ def test_a_row_that_gives_way_to_a_prompt_is_not_in_the_decode_step_of_that_plan
     twin.drain()
 
 
+def test_nobody_new_overtakes_what_gave_way_in_the_same_plan() -> None:
+    buckets = BucketTable(decode=(Bucket(2, 1, 8),), prefill=(Bucket(2, 4, 8),))
+    twin = Twin(make_scheduler(data_parallel_size=2, num_blocks=6, tokens_per_block=4, buckets=buckets))
+    for seq_id, prompt_len in enumerate((24, 24, 8)):
+        twin.add(endless(seq_id, prompt_len, max_tokens=1 if prompt_len == 24 else 9))
+    first = twin.step()
+    assert first.prefill and first.prefill.data_index.tolist() == [0, 1, 0]
+    twin.step()
+    twin.step()
+    twin.add(endless(3, prompt_len=4, max_tokens=1))  # index 1 has a slot and two blocks for it
+    # The pool of index 0 is used up, so 0 takes the blocks of 2.
+    assert prefilled(twin.step()) == [(0, 12, 4), (1, 12, 4)]
+    assert twin.sequences[2].num_preemptions == 1
+    twin.drain()
+
+
 # Abort, failure, refusal
 
 
@@ -398,7 +429,7 @@ def test_a_sequence_held_back_delays_nobody() -> None:
     held, other = twin.add(endless(0, 3)), twin.add(endless(1, 3, max_tokens=2))
     held.schedulable = False
     while not other.status.finished:
-        assert twin.step().prefill or other.output_len
+        twin.step()
     assert held.state_id == -1
     assert twin.launch().empty
     held.schedulable = True

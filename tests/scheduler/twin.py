@@ -195,6 +195,7 @@ class Twin:
         sequences: all that were added.
         ends: sequence -> how often a plan or an update told that it has ended.
         in_flight: the plans that are not booked, with their results.
+        num_plans: how many were scheduled.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
@@ -203,6 +204,7 @@ class Twin:
         self.sequences: list[Sequence] = []
         self.ends: dict[Sequence, int] = {}
         self.in_flight: list[tuple[StepPlan, dict[int, tuple[np.ndarray, np.ndarray]]]] = []
+        self.num_plans = 0
 
     def add(self, sequence: Sequence) -> Sequence:
         self.sequences.append(sequence)
@@ -212,9 +214,13 @@ class Twin:
     def launch(self) -> StepPlan:
         """Schedules a plan and runs it."""
         may_decode = [s for s in self.sequences if self._may_decode(s)]
-        preemptions = {s: s.num_preemptions for s in may_decode}
+        preemptions = {s: s.num_preemptions for s in self.sequences}
         plan = self.scheduler.schedule()
         self._check_plan(plan)
+        self.num_plans += 1
+        assert self.num_plans < 20_000, "no end"
+        if self.scheduler.data_parallel_size == 1 and plan.prefill:
+            assert all(s.num_preemptions == preemptions[s] for s in plan.prefill.sequences), "given up and taken back"
         for sequence in plan.ignored:
             self._count_end(sequence)
         decoding = plan.decode.sequences if plan.decode else []
@@ -255,26 +261,22 @@ class Twin:
             self.land()
         return plan
 
-    def drain(self, depth: int = 1) -> int:
-        """Runs until nothing is unfinished, `depth` plans in flight; returns the number of plans."""
-        plans = 0
+    def drain(self, depth: int = 1) -> None:
+        """Runs until nothing is unfinished, `depth` plans in flight; then every sequence has ended once, and right."""
         while self.scheduler.num_unfinished or self.in_flight:
             while len(self.in_flight) >= depth:
                 self.land()
             plan = self.launch()
-            plans += 1
             if plan.empty and self.in_flight:
                 self.land()
             elif plan.empty:
                 assert plan.ignored or not self.scheduler.num_unfinished, "wedged: work is left, and no step"
-            assert plans < 20_000, "no end"
         self.scheduler.check_idle()
         for sequence in self.sequences:
             assert self.ends.get(sequence) == 1, f"sequence {sequence.seq_id} ended {self.ends.get(sequence)} times"
             if sequence.finish_reason in ("stop", "length"):
                 assert sequence.output_token_ids == continuation(sequence)
             assert sequence.output_token_ids == continuation(sequence)[: sequence.output_len]
-        return plans
 
     def check_accounts(self) -> None:
         """Blocks and slots against what the sequences themselves say that they hold."""
@@ -288,6 +290,10 @@ class Twin:
                 continue
             assert not s.status.finished
             assert len(s.block_table) * scheduler.tokens_per_block >= min(s.num_tokens, s.max_cached_tokens)
+            if s.status == SequenceStatus.RUNNING:
+                in_flight = self._in_flight(s)
+                assert s.total_inflight_tokens == sum(in_flight) and s.num_tokens == len(s) - 1 + sum(in_flight)
+                assert s.num_inflight_steps == len(in_flight)
             blocks += [(s.data_index, block) for block in s.block_table]
             slots.append((s.data_index, s.state_id))
         assert len(set(blocks)) == len(blocks) and len(set(slots)) == len(slots), "two owners"
@@ -302,13 +308,20 @@ class Twin:
         """Its prompt is computed, and its results in flight may leave something to generate."""
         if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable:
             return False
-        steps = [step for plan, _ in self.in_flight for step in (plan.prefill, plan.decode) if step]
-        surely = 0
-        for step in steps:
-            if sequence in step.sequences and sequence not in step.dropped:
-                surely += bool(step.completes[step.sequences.index(sequence)]) if isinstance(step, PrefillStep) else 1
-        output = sequence.output_len + surely
+        output = sequence.output_len + len(self._in_flight(sequence))  # each step gives at least one
         return output < sequence.max_tokens and sequence.prompt_len + output <= sequence.max_model_len
+
+    def _in_flight(self, sequence: Sequence) -> list[int]:
+        """The most tokens that each step in flight may give the sequence, of those that surely give some."""
+        most: list[int] = []
+        for plan, _ in self.in_flight:
+            for step in (plan.prefill, plan.decode):
+                if step and sequence in step.sequences and sequence not in step.dropped:
+                    if isinstance(step, DecodeStep):
+                        most.append(self.scheduler.lookahead)
+                    elif step.completes[step.sequences.index(sequence)]:
+                        most.append(1)
+        return most
 
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler = self.scheduler

@@ -1,0 +1,15 @@
+"""Corners of the choice of chunks that traffic reaches rarely."""
+
+from twin import make_sequence
+
+from deepinfer_jax.scheduler.prefill import PrefillPolicy, Room
+
+
+def test_a_whole_prompt_beyond_the_budget_leaves_nothing_for_a_recomputation_behind_it() -> None:
+    policy = PrefillPolicy(tokens_per_block=4, chunked_prefill=False, spare_tokens=2)
+    whole, again = make_sequence(0, 10), make_sequence(1, 10)
+    again.num_preemptions = 1
+    room = Room(tokens=[9], blocks=[20], slots=[2], load=[0], vacancies=2)
+    _, chunks = policy.choose([(2, 16)], [], [whole, again], room)
+    assert [(chunk.sequence, chunk.num_tokens) for chunk in chunks] == [(whole, 10)]
+    assert room.tokens == [9], "the room is the caller's"
