@@ -150,8 +150,8 @@ class LLMEngine:
             ),
         )
         self._next_seq_id += 1
-        self._open[request_id] = sequence
         self._scheduler.add_sequence(sequence)
+        self._open[request_id] = sequence
         return sequence
 
     def request_problem(self, ids: Any, params: SamplingParams) -> str | None:
@@ -246,6 +246,7 @@ class LLMEngine:
     def close(self) -> None:
         """Frees parameters and cache; a closed engine refuses requests. May be called again."""
         self._closed = True
+        self._planned.clear()
         self._in_flight.clear()
         self._runner.close()
 
@@ -322,7 +323,6 @@ class LLMEngine:
         Each gives one output, handed out by the next step; those that wait are not touched.
         """
         self._in_flight.clear()
-        self._runner.reset()
         lost = [s for s in self._open.values() if s.num_tokens or s.status is not SequenceStatus.WAITING]
         self._scheduler.abort({sequence.request_id for sequence in lost})
         planned, self._planned = self._planned, []
@@ -335,6 +335,7 @@ class LLMEngine:
                 or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
             )
         self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
+        self._runner.reset()
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def prefill_columns(step: PrefillStep) -> dict[str, npt.NDArray[Any]]:
         "next_token": np.asarray(
             [s.prompt_token_ids[end] if end < s.prompt_len else 0 for s, _, end in rows], np.int32
         ),
-        "wants_top": np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
+        "wants_top": step.completes & np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
         "wants_prompt_logprobs": np.asarray(
             [p.prompt_logprobs and s.output_len == 0 and s.prompt_len > 1 for s, p, _ in rows], np.bool_
         ),

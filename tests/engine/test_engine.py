@@ -169,7 +169,10 @@ def test_a_prompt_that_is_computed_again_has_the_rules_of_its_next_output() -> N
 
     def columns(start: int, count: int) -> dict[str, Any]:
         step: Any = SimpleNamespace(
-            sequences=[sequence], starts=np.asarray([start]), num_new_tokens=np.asarray([count])
+            sequences=[sequence],
+            starts=np.asarray([start]),
+            num_new_tokens=np.asarray([count]),
+            completes=np.asarray([start + count == len(sequence)]),
         )
         return {name: column.item() for name, column in prefill_columns(step).items()}
 
