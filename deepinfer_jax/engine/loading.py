@@ -147,13 +147,12 @@ def engine_devices(args: EngineArgs) -> list[jax.Device]:
 
 
 def pool_blocks(limits: EngineLimits, available: int | None) -> int:
-    """Blocks of each data index: `available`, but never more than its sequences can use; None: as many as that.
+    """Blocks of each data index: `available`; None: as many as its sequences can use.
 
     Raises ValueError if one sequence of max_model_len does not fit, with the arithmetic.
     """
-    usable = limits.seqs_per_index * limits.blocks_per_sequence
     if available is None:
-        return usable
+        return limits.seqs_per_index * limits.blocks_per_sequence
     if available < limits.blocks_per_sequence:
         raise ValueError(
             f"the cache has {available} blocks of {limits.tokens_per_block} tokens for each data index, but one "
@@ -161,7 +160,7 @@ def pool_blocks(limits: EngineLimits, available: int | None) -> int:
             f"max_model_len to {available * limits.tokens_per_block}, or give the cache more (num_kv_blocks, "
             "gpu_memory_utilization)"
         )
-    return min(available, usable)
+    return available
 
 
 def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs: int) -> BucketTable:

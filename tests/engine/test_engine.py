@@ -223,7 +223,7 @@ def test_a_sequence_may_reach_one_token_more_than_the_limit() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_logprobs_are_of_the_processed_distribution(overlap: bool) -> None:
-    engine, prompt = toy_engine(overlap=overlap, chunk=4), random_prompt(11)
+    engine, prompt = toy_engine(overlap=overlap, chunk=3), random_prompt(11)
     params = SamplingParams(temperature=0.7, top_k=5, top_logprobs=7, prompt_logprobs=True, max_tokens=2, seq_seed=1)
     engine.add_request("u", "r", params, prompt)
     engine.add_request("u", "plain", SamplingParams(temperature=0, max_tokens=2), prompt[:3])

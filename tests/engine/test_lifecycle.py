@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import psutil
 import pytest
 from toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
+from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.environ import rearm
+from deepinfer_jax.engine.loading import zero_overhead_scheduling
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
@@ -111,6 +114,18 @@ def test_an_engine_that_starts_again_gives_the_same_tokens() -> None:
         assert [tokens(results[str(i)]) for i in range(4)] == [
             sampled_twin(TABLE, prompts[i], params[i], 6) for i in range(4)
         ]
+
+
+def test_an_engine_writes_nothing_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepInfer's first engine decides for all of a process (DB §1.2)."""
+    name = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
+    monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    assert toy_engine().limits.zero_overhead_scheduling
+    assert dict(os.environ) == before
+    assert not toy_engine(overlap=False).limits.zero_overhead_scheduling
+    assert toy_engine().limits.zero_overhead_scheduling
+    assert zero_overhead_scheduling(EngineType.COMPLETION) and not zero_overhead_scheduling(EngineType.PROMPT)
 
 
 class Broken:
