@@ -69,8 +69,8 @@ class PrefillPolicy:
     ) -> tuple[tuple[int, int], list[Chunk]]:
         """The (rows, time) of which the chunks fill the largest part; of equal ones that with more tokens.
 
-        Returns it and its chunks, those of started prompts first; no chunk if nothing can run. The oldest sequence
-        that can run is in every choice.
+        Returns it and its chunks, those of started prompts first; no chunk if nothing can run. Which one it is delays
+        nobody for long: the first sequence that can run in a program is among its chunks.
         """
         choices = [(shape, self._chunks(shape, started, waiting, room.copy())) for shape in shapes]
 

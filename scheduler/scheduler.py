@@ -245,10 +245,9 @@ class Scheduler:
         wanted = frozenset(request_ids)
         groups = (self._holders.running, self._holders.prefilling, self._waiting)
         found = sorted((s for group in groups for s in group if s.request_id in wanted), key=by_arrival)
+        self._waiting = [s for s in self._waiting if s.request_id not in wanted]
         for sequence in found:
-            if sequence.state_id < 0:
-                self._waiting.remove(sequence)
-            else:
+            if sequence.state_id >= 0:
                 self._release(sequence)
             self._ignore(sequence, SequenceStatus.FINISHED_ABORTED)
         return len(found), sum(map(len, found))
