@@ -69,7 +69,8 @@ def load_params(
             if mesh is None:
                 placed = jax.device_put(array.read())
             else:
-                shape = (placed_shape(spec, mesh)[0], *array.shape[1:])
+                padding = placed_shape(spec, mesh)[0] - spec.full_shape[0]  # scale blocks may have fewer rows
+                shape = (array.shape[0] + padding, *array.shape[1:])
                 read = partial(array.read_padded, rows=shape[0])
                 placed = jax.make_array_from_callback(shape, param_sharding(spec, mesh), read)
             jax.block_until_ready(placed)  # else the host copies of many tensors wait in memory

@@ -11,7 +11,9 @@ CHILD = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType
+from deepinfer_jax.checkpoint import hf
 from deepinfer_jax.checkpoint.hf import load_params
+from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config import load_config
 from deepinfer_jax.layout import layout
 from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight
@@ -36,6 +38,14 @@ for shape, kind in (((1, 8), AxisType.Auto), ((2, 4), AxisType.Explicit)):
         assert table.addressable_shards[0].data.shape[0] == -(-rows // 8)
         assert placed.embed.addressable_shards[0].data.shape[0] == config.text.vocab_size // 8
         assert placed.token_map.sharding.is_fully_replicated
+
+# As on a GPU, where FP8 weights keep their codes and scales: scales have fewer rows than codes.
+mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+hf.leaf_form = lambda spec, precision, platform: leaf_form(spec, precision, "gpu")
+single, placed = load_params(folder, config), load_params(folder, config, mesh=mesh)
+assert isinstance(single.layers[0].attn.wq_b, Fp8Weight)
+for one, many in zip(jax.tree.leaves(single.layers[0].attn), jax.tree.leaves(placed.layers[0].attn), strict=True):
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(many))
 
 mesh = jax.make_mesh((5,), ("data",), devices=jax.devices()[:5])
 try:
