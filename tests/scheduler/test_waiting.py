@@ -3,18 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twin import Twin, make_scheduler, make_sequence
+from twin import Twin, endless, make_scheduler, make_sequence
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, PrefillStep, Sequence, StepPlan, blocks_for
 
 # (plans since the last arrival, prompt length, max_tokens)
 ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24), st.integers(1, 8)), min_size=1, max_size=30)
-
-
-def endless(seq_id: int, prompt_len: int, max_tokens: int) -> Sequence:
-    sequence = make_sequence(seq_id, prompt_len, max_tokens)
-    sequence.ignore_eos = True
-    return sequence
 
 
 def rows(plan: StepPlan) -> list[Sequence]:

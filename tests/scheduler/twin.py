@@ -48,6 +48,13 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int = 4, *, max_mode
     return Sequence(seq_id, str(seq_id), prompt, max_tokens, EOS, max_model_len)
 
 
+def endless(seq_id: int, prompt_len: int, max_tokens: int = 20) -> Sequence:
+    """A sequence that only max_tokens stops."""
+    sequence = make_sequence(seq_id, prompt_len, max_tokens)
+    sequence.ignore_eos = True
+    return sequence
+
+
 def make_scheduler(
     *,
     max_num_seqs: int = 4,
@@ -340,3 +347,22 @@ class Twin:
     def _count_end(self, sequence: Sequence) -> None:
         assert sequence.status.finished
         self.ends[sequence] = self.ends.get(sequence, 0) + 1
+
+
+def prefilled(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(sequence, start, new tokens) of each chunk."""
+    if plan.prefill is None:
+        return []
+    ids = [s.seq_id for s in plan.prefill.sequences]
+    return list(zip(ids, plan.prefill.starts.tolist(), plan.prefill.num_new_tokens.tolist(), strict=True))
+
+
+def decoded(plan: StepPlan) -> list[int]:
+    """The sequences of the decode step."""
+    return [s.seq_id for s in plan.decode.sequences] if plan.decode else []
+
+
+def give_up(scheduler: Scheduler, step: PrefillStep | DecodeStep) -> None:
+    """Books a step whose results are lost."""
+    n = len(step.sequences)
+    scheduler.update(step, np.zeros((n, 1), np.int32), np.zeros(n, np.int32), np.zeros(n, np.bool_))
