@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.kernels.rowwise import rowwise
+from deepinfer_jax.kernels.rowwise import is_batch_invariant, rowwise
 
 Array = jax.Array
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -44,6 +44,9 @@ def _wide(a: Array, b: Array, dimension_numbers: DimensionNumbers) -> Array:
 
 def matmul(x: Array, weight: Array) -> Array:
     """x Wᵀ, row by row. x [..., in], weight [out, in] -> float32 [..., out]."""
+    if weight.shape[0] == 1 and is_batch_invariant():
+        # XLA:CPU has two ways to multiply a matrix by a vector, one of them for short loops only.
+        return matmul(x, jnp.repeat(weight, 2, axis=0))[..., :1]
     lead = x.ndim - 1
     return rowwise(lambda rows: dot(rows, weight, (((lead,), (1,)), ((), ()))), x, lead=lead)
 

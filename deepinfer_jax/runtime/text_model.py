@@ -70,10 +70,12 @@ class TextModel:
     def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> tuple[Array, PagedCache]:
         arith = arithmetic(self.config, self.precision)
         time = batch.tokens.shape[2]
-        view = PagedView(cache, batch.tables, batch.slots, batch.starts, batch.lengths, time, self.config, arith)
+        in_order = self.kernels.batch_invariant
+        rows = batch.tables, batch.slots, batch.starts, batch.lengths
+        view = PagedView(cache, *rows, time, self.config, arith, in_order=in_order)
         tokens = batch.tokens.reshape(-1, time)
         hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels)
         return hidden, view.finish()
 
     def logits(self, params: Params, hidden: Array) -> Array:
-        return compute_logits(params, hidden)
+        return compute_logits(params, hidden, self.kernels)

@@ -31,7 +31,9 @@ def sparse_attention_invariant(
     A row sees `sliding_window` keys (`banded`) or all slots, and as many entries as it has places for picks. It is
     invariant if these numbers, the order of its window keys and its picks are.
     """
-    batch, time = horizon.shape
+    batch, time, heads, _ = query.shape
+    if heads == 1:  # a product of a matrix and a vector would depend on the length of the loop (`dot.matmul`)
+        query, sink = jnp.repeat(query, 2, axis=2), jnp.repeat(sink, 2)
     attend = functools.partial(
         sparse_attention_reference, sliding_window=sliding_window, scale=scale, round_probabilities=round_probabilities
     )
@@ -56,7 +58,8 @@ def sparse_attention_invariant(
         return isolated(attend, *arguments)[0, 0]
 
     with batch_invariant(True):
-        return lax.map(row, jnp.arange(batch * time)).reshape(query.shape)
+        result = lax.map(row, jnp.arange(batch * time))
+    return result[:, :heads].reshape(batch, time, heads, -1)
 
 
 def _places(entries: Entries, picks: jax.Array) -> tuple[jax.Array, jax.Array]:
