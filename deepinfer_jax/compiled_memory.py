@@ -14,10 +14,10 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, prefill_tokens
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS
+from deepinfer_jax.runtime.step_input import decode_width, prefill_width
 from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import TextModel
-from deepinfer_jax.scheduler import Bucket, BucketTable, blocks_for, blocks_per_decode
+from deepinfer_jax.scheduler import Bucket, BucketTable, blocks_for
 
 
 def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs) -> int:
@@ -37,20 +37,18 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
     table_width = blocks_for(plan.max_model_len, plan.tokens_per_block)
     state = jax.eval_shape(lambda: StepState(model.init_cache(shape, None), init_slot_table(shape, table_width)))
 
-    def temporaries(program: Any, bucket: Bucket, columns: int) -> int:
+    def temporaries(program: Any, bucket: Bucket, width: int) -> int:
         step = jax.jit(functools.partial(program, model, shape, bucket), donate_argnums=1)
-        host_input = jax.ShapeDtypeStruct((1, bucket.rows, columns), np.int32)
+        host_input = jax.ShapeDtypeStruct((1, bucket.rows, width), np.int32)
         analysis: Any = step.lower(params, state, host_input).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
     widest = max(bucket.width for bucket in buckets.prefill)
     decode = max(buckets.decode, key=lambda bucket: (bucket.width, bucket.rows))
-    num_new = blocks_per_decode(plan.tokens_per_block, decode.time - 1)
-    sizes = [temporaries(decode_step, decode, len(DECODE_COLUMNS) + num_new)]
+    sizes = [temporaries(decode_step, decode, decode_width(decode, plan.tokens_per_block))]
     for bucket in buckets.prefill:
         if bucket.width == widest:
-            num_new = blocks_for(bucket.time, plan.tokens_per_block)
-            sizes.append(temporaries(prefill_step, bucket, len(PREFILL_COLUMNS) + num_new + bucket.time))
+            sizes.append(temporaries(prefill_step, bucket, prefill_width(bucket, plan.tokens_per_block)))
     return max(sizes)
 
 

@@ -107,7 +107,6 @@ def load_parts(args: EngineArgs) -> EngineParts:
             buckets=buckets,
             shape=shape,
             table_width=limits.blocks_per_sequence,
-            num_drafts=limits.num_drafts,
             mesh=mesh,
         ),
     )

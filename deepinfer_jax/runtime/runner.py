@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, pack_decode, pack_prefill
+from deepinfer_jax.runtime.step_input import decode_width, pack_decode, pack_prefill, prefill_width
 from deepinfer_jax.runtime.steps import StepOutput, StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import StepModel
-from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
+from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.sharding import DATA
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,6 @@ class Runner:
         buckets: every shape that a step may have.
         shape: sizes of the pools.
         table_width: blocks of the longest block table.
-        num_drafts: drafts that a decode step verifies per sequence.
         mesh: what `params` are spread over; the data axis has `shape.data` devices.
     """
 
@@ -139,14 +138,12 @@ class Runner:
         buckets: BucketTable,
         shape: CacheShape,
         table_width: int,
-        num_drafts: int = 0,
         mesh: Mesh | None = None,
     ) -> None:
         self._model = model
         self._params = params
         self._buckets = buckets
         self._shape = shape
-        self._new_blocks = blocks_per_decode(shape.tokens_per_block, num_drafts)
         self._table_width = table_width
         self._mesh = mesh
         self._placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
@@ -214,8 +211,5 @@ class Runner:
         return step_in_flight
 
     def _packed_shape(self, kind: Kind, bucket: Bucket) -> tuple[int, int, int]:
-        if kind == "decode":
-            width = len(DECODE_COLUMNS) + self._new_blocks
-        else:
-            width = len(PREFILL_COLUMNS) + blocks_for(bucket.time, self._shape.tokens_per_block) + bucket.time
+        width = (decode_width if kind == "decode" else prefill_width)(bucket, self._shape.tokens_per_block)
         return self._shape.data, bucket.rows, width

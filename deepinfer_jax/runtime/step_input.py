@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep
+from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
 # One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
 # words travel as their bits. next_token is the prompt's token after the new ones: the target of the last new token's
@@ -35,10 +35,20 @@ _FLOATS = ("temperature", "top_p")
 _WORDS = ("seed_low", "seed_high")
 
 
+def decode_width(bucket: Bucket, tokens_per_block: int) -> int:
+    """Words that a decode step sends per row; bucket.time is 1 + drafts."""
+    return len(DECODE_COLUMNS) + blocks_per_decode(tokens_per_block, bucket.time - 1)
+
+
+def prefill_width(bucket: Bucket, tokens_per_block: int) -> int:
+    """Words that a prefill step sends per row."""
+    return len(PREFILL_COLUMNS) + blocks_for(bucket.time, tokens_per_block) + bucket.time
+
+
 def pack_decode(
     step: DecodeStep, data: int, num_slots: int, forced: npt.NDArray[np.int32] | None, wants_top: bool
 ) -> npt.NDArray[np.int32]:
-    """int32 [data, bucket.rows, columns + new blocks]; forced: int32 [n] or None for no forced token."""
+    """int32 [data, bucket.rows, decode_width]; forced: int32 [n] or None for no forced token."""
     columns: dict[str, npt.ArrayLike] = {
         "slot": step.slots,
         "forced": -1 if forced is None else forced,
@@ -51,7 +61,7 @@ def pack_decode(
 def pack_prefill(
     step: PrefillStep, data: int, num_slots: int, sampling: Mapping[str, npt.ArrayLike]
 ) -> npt.NDArray[np.int32]:
-    """int32 [data, bucket.rows, columns + new blocks + bucket.time].
+    """int32 [data, bucket.rows, prefill_width].
 
     sampling: the columns that the scheduler does not know, each [n] of its natural type.
     """

@@ -155,7 +155,6 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
         buckets=buckets,
         shape=shape,
         table_width=limits.blocks_per_sequence,
-        num_drafts=limits.num_drafts,
         mesh=mesh,
     )
     return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, buckets, blocks, runner)
