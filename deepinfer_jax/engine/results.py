@@ -28,44 +28,37 @@ def token_outputs(
         pushed: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
     """
     running = SequenceStatus.RUNNING
-    sequences = step.sequences
+    sequences, budget = step.sequences, max_num_batched_tokens
     tokens, logprobs, accepted = result.tokens.tolist(), result.logprobs.tolist(), result.counts.tolist()
     verified = result.tokens.shape[1]
     outputs: list[RequestOutput] = []
+    append = outputs.append
     # A decode step of 256 sequences passes here in a fraction of a millisecond: positional arguments, no look-ups.
     for row, count in pushed:
         sequence = sequences[row]
         if count == 0:
-            sequence.request.error = (
-                f"the model's logits after position {len(sequence) - 1} are not finite; "
-                "look at the checkpoint's weights with forward(..., capture=...)"
-            )
-            outputs.append(output_without_token(sequence, max_num_batched_tokens))
+            append(_failed(sequence, budget))
             continue
-        request_id, prompt_len = sequence.request_id, sequence.prompt_len
-        first = len(sequence.output_token_ids) - count + 1
-        outputs += [
-            RequestOutput(
-                request_id, prompt_len, token, "", False, max_num_batched_tokens, logprob, 1.0, -1.0, [], [], number, []
+        request_id, prompt_len = sequence.request_id, len(sequence.prompt_token_ids)
+        row_tokens, row_logprobs = tokens[row], logprobs[row]
+        number = len(sequence.output_token_ids) - count
+        for i in range(count):
+            number += 1
+            token, logprob = row_tokens[i], row_logprobs[i]
+            append(
+                RequestOutput(request_id, prompt_len, token, "", False, budget, logprob, 1.0, -1.0, [], [], number, [])
             )
-            for number, token, logprob in zip(
-                range(first, first + count),
-                tokens[row],
-                logprobs[row],
-                strict=False,  # a stop cuts the rest off
-            )
-        ]
         last = outputs[-1]
         last.draft_tok, last.accept_tok = verified, accepted[row]
         if sequence.status is not running:
             last.finish_reason, last.finished = sequence.finish_reason, True
-        if first == 1:
+        if number == count:
             outputs[-count].prompt_logprobs = list(sequence.request.prompt_logprobs)
         if result.top_tokens is not None and result.top_logprobs is not None:
-            length = sequence.request.params.top_logprobs
+            num_top = sequence.request.params.top_logprobs
             for i, output in enumerate(outputs[-count:]):
-                output.top_token_ids = result.top_tokens[row, i, :length].tolist()
-                output.top_logprobs = result.top_logprobs[row, i, :length].tolist()
+                output.top_token_ids = result.top_tokens[row, i, :num_top].tolist()
+                output.top_logprobs = result.top_logprobs[row, i, :num_top].tolist()
     return outputs
 
 
@@ -81,6 +74,14 @@ def output_without_token(sequence: Sequence, max_num_batched_tokens: int) -> Req
         num_output_tokens=sequence.output_len + 1,
         message=f"request {sequence.request_id}: {sequence.request.error or _reason(sequence)}",
     )
+
+
+def _failed(sequence: Sequence, max_num_batched_tokens: int) -> RequestOutput:
+    sequence.request.error = (
+        f"the model's logits after position {len(sequence) - 1} are not finite; "
+        "look at the checkpoint's weights with forward(..., capture=...)"
+    )
+    return output_without_token(sequence, max_num_batched_tokens)
 
 
 def _reason(sequence: Sequence) -> str:

@@ -1,0 +1,114 @@
+"""Results of a step to outputs, also with several tokens per row, as verified drafts will give them (DB §1.6)."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.request import Request
+from deepinfer_jax.engine.results import keep_prompt_logprobs, token_outputs
+from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.runtime.runner import StepResult
+from deepinfer_jax.scheduler import Sequence, SequenceStatus
+
+EOS = 1
+
+
+def running(name: str, output: list[int], **params: Any) -> Sequence:
+    sequence = Sequence(
+        seq_id=0,
+        request_id=name,
+        prompt_token_ids=np.asarray([4, 5, 6], np.int32),
+        max_tokens=9,
+        eos_id=EOS,
+        max_model_len=40,
+        request=Request(SamplingParams(**params), seed=0),
+    )
+    sequence.status = SequenceStatus.RUNNING
+    sequence.output_token_ids += output
+    return sequence
+
+
+def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
+    array = np.asarray(tokens, np.int32)
+    arrays = {
+        "counts": np.full(len(array), array.shape[1], np.int32),
+        "logprobs": -array.astype(np.float32),
+        "finite": np.ones(len(array), np.bool_),
+        "top_tokens": None,
+        "top_logprobs": None,
+        "prompt_logprobs": None,
+    }
+    return StepResult(tokens=array, **(arrays | kwargs))
+
+
+def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> None:
+    """Two verified drafts: all taken; one rejected; all but cut short by EOS; not finite."""
+    sequences = [running("all", [7]), running("one", [7, 7]), running("ends", [7]), running("bad", [7])]
+    tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0]]
+    taken = [
+        (row, sequence.append_tokens(tokens[row][:count]))
+        for row, (sequence, count) in enumerate(zip(sequences[:3], (3, 2, 3), strict=True))
+    ]
+    sequences[3].status = SequenceStatus.FINISHED_FAILED
+    step: Any = SimpleNamespace(sequences=sequences)
+    counts = np.asarray([3, 2, 3, 0], np.int32)
+    outputs = token_outputs(step, results(tokens, counts=counts), [*taken, (3, 0)], 64)
+
+    def seen(output: RequestOutput) -> tuple[Any, ...]:
+        return output.request_id, output.token_id, output.num_output_tokens, output.draft_tok, output.accept_tok
+
+    assert [seen(output) for output in outputs[:7]] == [
+        ("all", 11, 2, 0, 0),
+        ("all", 12, 3, 0, 0),
+        ("all", 13, 4, 3, 3),
+        ("one", 21, 3, 0, 0),
+        ("one", 22, 4, 3, 2),
+        ("ends", 31, 2, 0, 0),
+        ("ends", EOS, 3, 3, 3),
+    ]
+    assert [output.token_logprobs for output in outputs[:7]] == [-11, -12, -13, -21, -22, -31, -1]
+    assert [(output.finished, output.finish_reason) for output in outputs[:7]] == [(False, "")] * 6 + [(True, "stop")]
+    assert all(output.max_num_batched_tokens == 64 and output.prompt_len == 3 for output in outputs)
+    failed = outputs[7]
+    assert (failed.request_id, failed.finish_reason, failed.token_id) == ("bad", "logits_not_finite", 7)
+    assert "after position 3 are not finite" in failed.message
+
+
+def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
+    sequences = [running("two", [7], top_logprobs=2), running("none", [7])]
+    taken = [(row, sequence.append_tokens([5, 6])) for row, sequence in enumerate(sequences)]
+    top = np.arange(2 * 2 * 8, dtype=np.int32).reshape(2, 2, 8)
+    step: Any = SimpleNamespace(sequences=sequences)
+    outputs = token_outputs(
+        step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), taken, 64
+    )
+    assert [output.top_token_ids for output in outputs] == [[0, 1], [8, 9], [], []]
+    assert [output.top_logprobs for output in outputs] == [[0, -1], [-8, -9], [], []]
+
+
+def test_log_probabilities_of_the_prompt_are_kept_once_whatever_is_computed_again() -> None:
+    """Chunks of a prompt of 9: [0, 4), then preempted; [0, 3), [3, 6) again; the last one, [6, 9)."""
+    sequence = running("r", [], prompt_logprobs=True)
+    sequence.prompt_token_ids = np.arange(9, dtype=np.int32)
+    other = running("other", [])
+
+    def chunk(start: int, count: int, dropped: bool = False) -> None:
+        logprobs = np.full((2, 4), np.nan, np.float32)
+        logprobs[0, :count] = np.arange(start, start + count)
+        step: Any = SimpleNamespace(
+            sequences=[sequence, other],
+            starts=np.asarray([start, 0]),
+            num_new_tokens=np.asarray([count, 3]),
+            dropped={sequence} if dropped else set(),
+        )
+        keep_prompt_logprobs(step, results([[0], [0]], prompt_logprobs=logprobs))
+
+    chunk(0, 4)
+    chunk(4, 4, dropped=True)
+    chunk(0, 3)
+    chunk(3, 3)
+    chunk(6, 3)
+    assert sequence.request.prompt_logprobs == [0, 1, 2, 3, 4, 5, 6, 7]  # the last token's is the first output's
+    assert other.request.prompt_logprobs == []
