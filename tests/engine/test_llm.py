@@ -178,6 +178,15 @@ def test_a_field_set_after_construction_is_checked_like_an_argument() -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_requests_that_must_give_way_are_computed_again_and_lose_nothing() -> None:
+    llm = make_llm(num_kv_blocks=12, tokens_per_block=4, max_num_seqs=6)  # room for little more than one at full length
+    assert not llm.llm_engine.args.stop_preempted_request  # LLM's default, unlike EngineArgs'
+    prompts = [[4 + i, 5, 6, 7, 8, 9, 10, 11, 12] for i in range(6)]
+    texts = llm.generate(prompt_token_ids=prompts, sampling_params=SamplingParams(temperature=0, max_tokens=20))
+    assert texts == [letters(greedy_twin(TABLE, prompt, 20)) for prompt in prompts]
+    assert llm.llm_engine.stats()["num_preemptions"] > 0 and llm.last_errors == {}
+
+
 def test_a_request_that_fails_while_it_runs_is_reported() -> None:
     llm = make_llm()
     texts = llm.generate(prompt_token_ids=[[POISON], [7]], sampling_params=GREEDY)
