@@ -9,6 +9,7 @@ from real_model import generate, long_golden_a, requests, what_forward_says
 
 from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
+from deepinfer_jax.kernels.choice import KernelChoice
 
 PRECISION = "float32_exact"
 # Pools of 11 blocks: one sequence of max_model_len takes 10, so several of these lengths do not fit together.
@@ -125,3 +126,31 @@ def test_packed_and_unpacked_caches_give_the_same_tokens_and_log_probabilities(f
         results = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
         found.append([[(output.token_id, output.token_logprobs) for output in outputs] for outputs in results])
     assert found[0] == found[1]  # the same numbers come out of either format, so the same bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16", "reference"])
+def test_batch_invariance_makes_tokens_exact_in_every_precision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Roundings that depend on the shape of a step would flip tokens here; with the switch on there are none."""
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    env.rearm()
+    try:
+        crowded, chunked = (
+            LLM(folder, precision=precision, decode_sequence=False, **SMALL | options)
+            for options in ({"stop_preempted_request": False}, {"max_num_batched_tokens": 12, "max_num_seqs": 3})
+        )
+    finally:
+        monkeypatch.undo()
+        env.rearm()
+    for greedy in (True, False):
+        prompts, params = requests(LENGTHS, greedy=greedy)
+        expected = generate(crowded, prompts, params)
+        one_by_one = [generate(crowded, [prompt], [own])[0] for prompt, own in zip(prompts, params, strict=True)]
+        assert one_by_one == expected
+        assert generate(chunked, prompts, params) == expected
+        kernels = KernelChoice(batch_invariant=True)
+        for prompt, own, output in zip(prompts, params, expected, strict=True):
+            assert output == what_forward_says(folder, precision, prompt, own, output, kernels=kernels)
+    assert crowded.llm_engine.stats()["num_preemptions"] > 0
