@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, read_slots, sampling_rows, write_slots
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
@@ -63,7 +64,7 @@ def decode_step(
     hidden, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
     rows = sampling_rows(table, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
-    sampled = _sample(logits, rows, column["wants_top"])
+    sampled = _sample(model, logits, rows, column["wants_top"])
     table = dataclasses.replace(
         table,
         blocks=blocks,
@@ -96,7 +97,7 @@ def prefill_step(
     ends = starts + batch.lengths
     rows = sampling_rows(table, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
     output = StepOutput(
-        sampled=_sample(logits, rows, column["wants_top"]),
+        sampled=_sample(model, logits, rows, column["wants_top"]),
         prompt_logprobs=jax.lax.cond(
             jnp.any(column["wants_prompt_logprobs"] > 0),
             lambda: _prompt_logprobs(model, params, hidden, batch, rows, column["next_token"].reshape(-1)),
@@ -112,8 +113,14 @@ def prefill_step(
     return output, StepState(cache, table)
 
 
-def _sample(logits: Array, rows: SamplingRows, wants_top: Array) -> Sampled:
-    return sample(logits, rows, num_top=MAX_TOP, wants_top=jnp.any(wants_top > 0))
+def _sample(model: StepModel, logits: Array, rows: SamplingRows, wants_top: Array) -> Sampled:
+    any_top = jnp.any(wants_top > 0)
+
+    def of_rows(logits: Array, rows: SamplingRows) -> Sampled:
+        return sample(logits, rows, num_top=MAX_TOP, wants_top=any_top)
+
+    with batch_invariant(model.batch_invariant):
+        return rowwise(of_rows, logits, rows, lead=1)
 
 
 def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) -> SlotTable:
@@ -139,11 +146,14 @@ def _prompt_logprobs(
     time = hidden.shape[1]
     tokens, lengths = batch.tokens.reshape(-1, time), batch.lengths.reshape(-1)
 
+    def of_rows(logits: Array, rows: SamplingRows, target: Array) -> Array:
+        return token_logprobs(processed_logprobs(logits, rows.temperature, rows.top_p, rows.top_k), target)
+
     def at_position(operand: tuple[Array, Array]) -> Array:
         hidden_here, target = operand
         logits = model.logits(params, hidden_here[:, None])[:, 0]
-        logprobs = processed_logprobs(logits, rows.temperature, rows.top_p, rows.top_k)
-        return token_logprobs(logprobs, target)
+        with batch_invariant(model.batch_invariant):
+            return rowwise(of_rows, logits, rows, target, lead=1)
 
     is_last = jnp.arange(time) == lengths[:, None] - 1
     targets = jnp.where(is_last, next_token[:, None], jnp.roll(tokens, -1, axis=1))

@@ -42,6 +42,10 @@ class StepModel(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's results have the same bits in any step; then so have its tokens and log-probabilities."""
+
     def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Any:
         """Pools of this shape; every array leads with the data axis, spread over the mesh's `data`."""
 
@@ -64,15 +68,18 @@ class TextModel:
     kernels: KernelChoice
     packed: bool = True
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self.kernels.batch_invariant
+
     def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> PagedCache:
         return init_paged_cache(self.config, shape, precision=self.precision, packed=self.packed, mesh=mesh)
 
     def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> tuple[Array, PagedCache]:
         arith = arithmetic(self.config, self.precision)
         time = batch.tokens.shape[2]
-        in_order = self.kernels.batch_invariant
         rows = batch.tables, batch.slots, batch.starts, batch.lengths
-        view = PagedView(cache, *rows, time, self.config, arith, in_order=in_order)
+        view = PagedView(cache, *rows, time, self.config, arith, in_order=self.batch_invariant)
         tokens = batch.tokens.reshape(-1, time)
         hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels)
         return hidden, view.finish()

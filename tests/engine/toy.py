@@ -62,6 +62,8 @@ def make_table(seed: int = 0) -> np.ndarray:
 class ToyModel:
     """A `StepModel`."""
 
+    batch_invariant = False
+
     def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Array:
         placement = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
         return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32, device=placement)
