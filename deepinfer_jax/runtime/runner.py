@@ -2,7 +2,9 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +25,8 @@ from deepinfer_jax.sharding import DATA
 logger = logging.getLogger(__name__)
 
 Kind = Literal["prefill", "decode"]
+
+_COMPILER_THREADS = 4
 
 
 class Spec(NamedTuple):
@@ -161,12 +165,17 @@ class Runner:
         kinds: list[tuple[Kind, Bucket]] = [("decode", bucket) for bucket in self._buckets.decode]
         kinds += [("prefill", bucket) for bucket in self._buckets.prefill]
         params, state = _spec(self._params), _spec(self._state)
-        for kind, bucket in tqdm(kinds, desc="Compiling step programs", disable=not progress, leave=False):
-            packed = Spec(
-                jax.tree.structure(0),
-                (jax.ShapeDtypeStruct(self._packed_shape(kind, bucket), np.int32, sharding=self._placement),),
-            )
-            self._programs[kind, bucket] = compile_step(self._model, kind, self._shape, bucket, params, state, packed)
+
+        def compiled(kind: Kind, bucket: Bucket) -> Any:
+            host_input = jax.ShapeDtypeStruct(self._packed_shape(kind, bucket), np.int32, sharding=self._placement)
+            packed = Spec(jax.tree.structure(0), (host_input,))
+            return compile_step(self._model, kind, self._shape, bucket, params, state, packed)
+
+        # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
+        with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
+            programs = pool.map(compiled, *zip(*kinds, strict=True))
+            bar = tqdm(programs, desc="Compiling step programs", total=len(kinds), disable=not progress, leave=False)
+            self._programs = dict(zip(kinds, bar, strict=True))
 
     def prefill(self, step: PrefillStep, sampling: dict[str, npt.NDArray[Any]]) -> InFlight:
         """Launches a prefill step; sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]."""
