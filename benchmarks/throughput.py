@@ -4,7 +4,7 @@
     python benchmarks/throughput.py --model mid --concurrency 8
 
 prefill: prompts of 1 … 96 tokens, one output token each; prompt tokens per second.
-decode: prompts of one token, 32 outputs each; output tokens per second.
+decode: all places taken, no prompt left to compute; output tokens per second of the steps.
 mixed: prompts of 1 … 96 tokens, 1 … 64 outputs each; output tokens per second, prompts computed on the way.
 """
 
@@ -46,6 +46,24 @@ def seconds(llm: LLM, prompt_lengths: np.ndarray, output_lengths: np.ndarray) ->
     return time.perf_counter() - start
 
 
+def decode_rate(llm: LLM, concurrency: int, steps: int = 40) -> float:
+    """Output tokens per second while `concurrency` sequences decode and nothing else runs."""
+    engine = llm.llm_engine
+    how = {"temperature": 0, "max_tokens": MAX_PROMPT + MAX_OUTPUT - 4, "ignore_eos": True}
+    for i in range(concurrency):
+        engine.add_request("benchmark", f"decode {i}", how, [5, 7 + i])
+    started: set[str] = set()
+    while len(started) < concurrency:
+        started |= {output.request_id for output in engine.step()}
+    start = time.perf_counter()
+    tokens = sum(len(engine.step()) for _ in range(steps))
+    rate = tokens / (time.perf_counter() - start)
+    engine.abort_request([f"decode {i}" for i in range(concurrency)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return rate
+
+
 def measure(folder: Path, precision: str, concurrency: int) -> tuple[float, float, float]:
     """Tokens per second of prefill, decode and mixed."""
     llm = LLM(
@@ -61,9 +79,7 @@ def measure(folder: Path, precision: str, concurrency: int) -> tuple[float, floa
     one = np.ones(NUM_REQUESTS, int)
     seconds(llm, prompts[:16], one[:16])  # the first steps touch fresh memory
     prefill = prompts.sum() / seconds(llm, prompts, one)
-    # One request after the other says enough with fewer of them.
-    rows = max(32, min(NUM_REQUESTS, 4 * concurrency))
-    decode = 32 * rows / seconds(llm, one[:rows], 32 * one[:rows])
+    decode = decode_rate(llm, concurrency)
     mixed = outputs.sum() / seconds(llm, prompts, outputs)
     llm.close()
     return prefill, decode, mixed

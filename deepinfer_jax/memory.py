@@ -300,8 +300,11 @@ class _Sizes:
 
 
 def prefill_tokens(platform: str) -> int:
-    """Most new tokens of a prefill step where prompts may be cut: enough to fill the experts' tiles."""
-    return 512 if platform == "cpu" else 2048
+    """Most new tokens of a prefill step where prompts may be cut: enough to fill the experts' tiles.
+
+    A CPU gains little by more (benchmarks/throughput.py), and pays for the padding of short prompts.
+    """
+    return 128 if platform == "cpu" else 2048
 
 
 def format_bytes(size: int) -> str:

@@ -13,7 +13,7 @@ from deepinfer_jax.config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory
+from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import TextModel
@@ -21,9 +21,6 @@ from deepinfer_jax.scheduler import BucketTable, bucket_table
 from deepinfer_jax.sharding import DATA, EXPERT
 from deepinfer_jax.tokenization import get_hf_tokenizer
 
-# Most new tokens of a prefill step per data index, where prompts may be cut.
-_PREFILL_TOKENS = {"cpu": 512}
-_ACCELERATOR_PREFILL_TOKENS = 2048
 # Compiling many step programs takes longer than a model below this size saves by them.
 _SMALL_MODEL_BYTES = 64 << 20
 _SMALL_MODEL_PROGRAMS, _PROGRAMS = 3, 12
@@ -84,7 +81,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         params = load_params(args.model, config, precision=args.precision, mesh=mesh)
     buckets = step_buckets(
         limits,
-        most_prefill_tokens=_most_prefill_tokens(devices),
+        most_prefill_tokens=prefill_tokens(devices[0].platform),
         max_programs=_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS,
     )
     kernels = dataclasses.replace(KernelChoice.for_devices(devices), batch_invariant=env.BATCH_INVARIANT)
@@ -164,15 +161,13 @@ def pool_blocks(limits: EngineLimits, available: int | None) -> int:
 
 def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs: int) -> BucketTable:
     """The step programs of an engine. Prompts that must not be cut need one as long as the longest."""
-    if limits.chunked_prefill:
-        prefill_tokens = min(limits.max_num_batched_tokens, most_prefill_tokens)
-    else:
-        prefill_tokens = limits.prompt_limit
+    whole = limits.prompt_limit
+    budget = min(limits.max_num_batched_tokens, most_prefill_tokens) if limits.chunked_prefill else whole
     return bucket_table(
         max_num_seqs=limits.seqs_per_index,
         num_drafts=limits.num_drafts,
-        max_prefill_tokens=prefill_tokens,
-        max_chunk=min(prefill_tokens, limits.prompt_limit),
+        max_prefill_tokens=budget,
+        max_chunk=min(budget, whole),
         max_blocks=limits.blocks_per_sequence,
         max_programs=max_programs,
         chunked_prefill=limits.chunked_prefill,
@@ -192,7 +187,7 @@ def _plan(config: ModelConfig, args: EngineArgs, devices: list[jax.Device]) -> M
         utilization=args.gpu_memory_utilization,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
-        max_prefill_tokens=_most_prefill_tokens(devices) if args.chunked_prefill else whole_prompt,
+        max_prefill_tokens=prefill_tokens(devices[0].platform) if args.chunked_prefill else whole_prompt,
         tokens_per_block=args.tokens_per_block,
         packed=args.kv_cache_format == "packed",
         num_drafts=num_drafts(),
@@ -213,10 +208,6 @@ def engine_mesh(args: EngineArgs, devices: list[jax.Device]) -> Mesh | None:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices,
     )
-
-
-def _most_prefill_tokens(devices: list[jax.Device]) -> int:
-    return _PREFILL_TOKENS.get(devices[0].platform, _ACCELERATOR_PREFILL_TOKENS)
 
 
 def _num_bytes(params: Any) -> int:

@@ -72,10 +72,9 @@ def test_without_zero_overhead_scheduling_the_tokens_are_the_same(
 
 BASE = {"max_num_seqs": 4, "max_model_len": 330, "tokens_per_block": 16, "num_kv_blocks": 64}
 VARIANTS = {
-    "one at a time": {"max_num_seqs": 1},
+    "one at a time, in chunks of 128": {"max_num_seqs": 1},
     "chunks of 1": {"max_num_batched_tokens": 4},
     "chunks of 3": {"max_num_batched_tokens": 12},
-    "chunks of 128": {"max_num_batched_tokens": 512},
     "whole prompts": {"chunked_prefill": False},
     "preempted": {"num_kv_blocks": 24, "max_num_seqs": 8},
     "blocks of 128": {"tokens_per_block": 128, "num_kv_blocks": 9},
