@@ -12,6 +12,7 @@ from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.layout import DTYPE_BYTES, ParamSpec, param_specs
+from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
 from deepinfer_jax.paged_cache import state_specs
 from deepinfer_jax.sharding import DATA, EXPERT, param_sharding, placed_shape
 
@@ -30,7 +31,6 @@ _STATE_NAMES = {
 _LARGEST_TILE = 64  # rows of an expert's tile
 _ATTENTION_TILE = 32  # query rows of an attention tile
 _PREFILL_ROWS = 8  # most sequences of a prefill step
-_INDEX_TILE_BYTES = 1 << 23  # of one tile of index products
 
 
 def checkpoint_bytes(config: ModelConfig) -> int:
@@ -111,13 +111,14 @@ def temporary_bytes(
     With t tokens in the step, of an activation type of b bytes (2 in bf16):
 
     - streams, before and after a layer: t·hc·hidden·(2b + 4);
-    - candidate blocks, kept for later layers: one byte for each of t·entries;
+    - candidate blocks, kept for later layers: one byte for each of t·entries / candidate_block_size;
     - and of these, which do not live at the same time, the largest:
       - attention: query, heads and an fp32 product, t·heads·head_dim·(2b + 4), and one tile of gathered keys,
         32 rows of each sequence·(window + index_topk)·head_dim·(b + 4);
       - experts: rows in and out of their tiles, (t·k + 64·experts)·hidden·2b, and one expert in fp32;
-      - index scores, before and while the best are picked: t·entries·(2b + 8); one tile of the products of all
-        heads, three times (in fp32, rounded, weighted); and the tile's keys, entries·index_dim·(b + 4);
+      - index scores of as many tokens as are scored at once (`indexer.score_rows`), before and while the best are
+        picked: (2b + 9) bytes for each of their entries, one of these for the candidates; one tile of the products
+        of all heads, three times (in fp32, rounded, weighted); and the tile's keys, entries·index_dim·(b + 4);
       - sampling: logits, probabilities and their sums of each sampled row, rows·vocab·4·5.
 
     Five shapes of small models, compiled for a CPU, took between a half and three quarters of this.
@@ -138,11 +139,13 @@ def temporary_bytes(
         pairs = tokens * text.num_experts_per_tok
         rows = pairs + _LARGEST_TILE * min(pairs, text.n_routed_experts)
         experts = rows * text.hidden_size * 2 * b + 3 * text.moe_intermediate_size * text.hidden_size * 4
-        products = min(_INDEX_TILE_BYTES, tokens * text.index_n_heads * entries * 4)
-        keys = min(_INDEX_TILE_BYTES // (4 * max(1, text.index_n_heads)), sequences * entries)
-        scores = tokens * entries * (2 * b + 8) + 3 * products + keys * text.index_head_dim * (b + 4)
+        scored = min(tokens * entries, max(SCORE_BYTES // 4, sequences * entries))
+        products = min(PRODUCT_BYTES, scored * text.index_n_heads * 4)
+        keys = min(PRODUCT_BYTES // (4 * max(1, text.index_n_heads)), sequences * entries)
+        scores = scored * (2 * b + 9) + 3 * products + keys * text.index_head_dim * (b + 4)
+        candidates = tokens * math.ceil(entries / text.candidate_block_size)
         streams = tokens * text.hc_mult * text.hidden_size * (2 * b + 4)
-        return streams + tokens * entries + max(attention, experts, scores, sampled)
+        return streams + candidates + max(attention, experts, scores, sampled)
 
     prefill_rows = min(prefill_tokens, decode_rows, _PREFILL_ROWS)
     return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, prefill_rows))

@@ -207,7 +207,7 @@ def test_a_pool_that_is_too_small_for_one_sequence_says_the_arithmetic() -> None
 
 
 def test_context_that_does_not_fit_is_a_problem_with_the_numbers() -> None:
-    plan = plan_memory(RELEASED, memory=80 * GB, expert_parallel_size=10, max_model_len=1_000_000)
+    plan = plan_memory(RELEASED, memory=70 * GB, expert_parallel_size=10, max_model_len=1_000_000)
     assert "one sequence of 1000000 tokens take" in plan.problem
     assert plan.problem.count("GB") == 3
 
@@ -226,15 +226,26 @@ def test_temporaries_grow_with_every_size() -> None:
         base = {"decode_rows": 8, "decode_time": 1, "prefill_tokens": 256, "context": 4096}
         return temporary_bytes(config, "reference", **base | changes)
 
-    assert size() <= size(decode_rows=4096) and size() < size(prefill_tokens=512) < size(context=1 << 20)
-    # Scores of 2048 rows against a million entries dominate: 12 bytes each, one for the candidates,
-    # and one tile: its
-    # products three times, and its keys.
-    long = size(prefill_tokens=2048, context=1 << 20)
-    assert long == 2048 * ((1 << 20) * 13 + 4 * 5120 * 8) + 3 * (8 << 20) + 65_536 * 128 * 6
+    assert size() <= size(decode_rows=4096) and size() < size(prefill_tokens=512)
+    assert size() < size(context=1 << 20)
+    # Scores of 2048 rows against a million entries are made 16 rows at a time (2^26 bytes of fp32): with other things
+    # 13 bytes each, and one tile: its products three times, and its keys. One byte is kept for each block of eight.
+    long = temporary_bytes(RELEASED, "reference", decode_rows=1, decode_time=1, prefill_tokens=2048, context=1 << 20)
+    million = 1 << 20
+    scores = 16 * million * 13 + 3 * (8 << 20) + 65_536 * 128 * 6
+    attention = 2048 * 64 * 512 * 8 + 32 * (128 + 512) * 512 * 6
+    assert scores < attention
+    streams = 2048 * 4 * 5120 * 8
+    experts = (2048 * 6 + 64 * 384) * 5120 * 4 + 3 * 2304 * 5120 * 4
+    assert long == streams + 2048 * million // 8 + max(attention, experts)
+    sizes = [size(prefill_tokens=2048, context=context) for context in range(1, 1 << 16, 97)]
+    assert sizes == sorted(sizes)  # `plan_memory` finds the longest context by bisection
+    # A decode step cannot make fewer rows at a time: 256 sequences of a million tokens have a row each.
+    crowd = temporary_bytes(RELEASED, "reference", decode_rows=256, decode_time=1, prefill_tokens=1, context=1 << 20)
+    assert crowd > 256 * million * 13
     # Of 4096 sampled rows, five fp32 arrays over the vocabulary.
     wide = size(decode_rows=4096)
-    assert wide == 4096 * (4096 + 4 * 5120 * 8 + 129_280 * 20)
+    assert wide == 4096 * (4096 // 8 + 4 * 5120 * 8 + 129_280 * 20)
 
 
 def test_a_device_s_memory_is_what_its_allocator_has_left() -> None:

@@ -14,9 +14,17 @@ from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.kernels.sparse_attention import Entries, sparse_attention
+from deepinfer_jax.kernels.tiling import map_time
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.compressor import compress, entries_and_index_keys
-from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
+from deepinfer_jax.model.indexer import (
+    candidate_blocks,
+    entries_of_blocks,
+    index_query,
+    index_scores,
+    pick,
+    score_rows,
+)
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.model.rope import Rotation, rotate, rotation
@@ -29,7 +37,8 @@ class Published:
 
     Attributes:
         picks: entries chosen by the last index source. int32 [batch, time, k].
-        candidates: entries inside the candidate blocks. bool [batch, time, entries].
+        candidates: the candidate blocks, bool [batch, time, blocks]; while they are captured or edited, the entries
+            inside them, bool [batch, time, entries].
     """
 
     picks: jax.Array | None = None
@@ -171,20 +180,41 @@ def _store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: Step)
 
 
 def _publish_picks(latent: jax.Array, x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
+    """Picks, and candidates of the layer that chooses them, some query rows at a time: the scores of all rows with all
+    entries of a long context exist only where they are captured or edited."""
     assert params.indexer is not None and plan.kv_owner is not None
+    text, probe, published = step.text, step.probe, step.published
     name = f"layers.{plan.index}.attention"
+    names = f"{name}.index_scores", f"{name}.candidates"
     visible = jnp.maximum(step.view.positions + 1, 0) // plan.ratio  # entries whose last token is not later
     index_keys = step.view.index_keys(plan.kv_owner)
-    scores = index_scores(latent, x, index_keys, visible, params.indexer, step.rotations[True], step.text, step.arith)
-    candidates = step.published.candidates
-    if plan.uses_candidates and candidates is not None:
-        scores = jnp.where(candidates, scores, -jnp.inf)
-    scores = step.probe(f"{name}.index_scores", scores)
+    entries = index_keys.count
+    query, weights = index_query(latent, x, params.indexer, step.rotations[True], text, step.arith)
+
+    def choose(
+        query: jax.Array, weights: jax.Array, visible: jax.Array, candidates: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        scores = index_scores(query, weights, index_keys, visible, step.arith)
+        if candidates is not None:
+            if candidates.shape[-1] != entries:
+                candidates = entries_of_blocks(candidates, entries, text)
+            scores = jnp.where(candidates, scores, -jnp.inf)
+        scores = probe(names[0], scores)
+        chosen = None
+        if plan.is_candidate_source:
+            chosen = candidate_blocks(scores, visible, text)
+            if probe.watches(names[1]):
+                chosen = probe(names[1], entries_of_blocks(chosen, entries, text))
+        if entries <= text.index_topk and not probe.has_edits:
+            # Every visible entry is picked and is a candidate (model.md §1.3): nothing depends on the scores, which
+            # are then computed only where they are captured.
+            scores = jnp.where(jnp.arange(entries) < visible[..., None], 0.0, -jnp.inf)
+        return pick(scores, text.index_topk), chosen
+
+    batch, time = visible.shape
+    rows = time if any(map(probe.watches, names)) else score_rows(batch, entries)
+    earlier = published.candidates if plan.uses_candidates else None
+    picks, chosen = map_time(choose, query, weights, visible, earlier, size=rows)
     if plan.is_candidate_source:
-        chosen = candidate_entries(scores, visible, step.text)
-        step.published.candidates = step.probe(f"{name}.candidates", chosen)
-    if scores.shape[-1] <= step.text.index_topk and not step.probe.has_edits:
-        # Every visible entry is picked and is a candidate (model.md §1.3): nothing depends on the scores, which are
-        # then computed only where they are captured.
-        scores = jnp.where(jnp.arange(scores.shape[-1]) < visible[..., None], 0.0, -jnp.inf)
-    step.published.picks = step.probe(f"{name}.index_picks", pick(scores, step.text.index_topk))
+        published.candidates = chosen
+    published.picks = probe(f"{name}.index_picks", picks)

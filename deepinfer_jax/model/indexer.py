@@ -1,6 +1,5 @@
 """Two-level indexer: which compressed entries each query attends (model.md §5.6, §5.7)."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -15,40 +14,30 @@ from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rowwise import TILE_ROWS, is_batch_invariant, isolated, rowwise
-from deepinfer_jax.kernels.tiling import join_time, pad_time, split_time
+from deepinfer_jax.kernels.tiling import map_time, pad_time
 from deepinfer_jax.model.rope import Rotation, rotate
 from deepinfer_jax.params import Indexer
 
-_TILE_BYTES = 1 << 23  # of fp32 products per tile of query rows and keys
+PRODUCT_BYTES = 1 << 23
+"""Of the fp32 products of one tile of query rows and keys."""
+SCORE_BYTES = 1 << 26
+"""Of the scores of one tile of query rows with all entries, counted as fp32."""
 _TILE_KEYS = 64  # per tile under batch invariance
 
 
-def index_scores(
-    query_latent: jax.Array,
-    x: jax.Array,
-    index_keys: IndexKeys,
-    visible: jax.Array,
-    params: Indexer,
-    by: Rotation,
-    text: TextConfig,
-    arith: Arithmetic,
-) -> jax.Array:
-    """score(p, j) = Σ_n relu(q_n·I_j)·w_n, −∞ where j is not visible to p.
-
-    relu comes before the head sum and head weights keep their sign (T16). In bf16 every product and the sum are
-    rounded as the reference does, fp32 accumulation inside each.
+def index_query(
+    query_latent: jax.Array, x: jax.Array, params: Indexer, by: Rotation, text: TextConfig, arith: Arithmetic
+) -> tuple[jax.Array, jax.Array]:
+    """Queries q_n, quantised as the cache quantises keys, and head weights w_n.
 
     Args:
         query_latent: normed q-lora vector. [batch, time, q_lora].
         x: normed input of the layer. [batch, time, hidden].
-        index_keys: of the KV owner, `entries` places.
-        visible: entries visible to each query, a count. int32 [batch, time].
 
     Returns:
-        [batch, time, entries] in the arithmetic's dtype.
+        [batch, time, heads, index_dim] and [batch, time, heads] in the arithmetic's dtype.
     """
-    batch, time, _ = x.shape
-    heads, dim, entries = text.index_n_heads, text.index_head_dim, index_keys.count
+    heads, dim = text.index_n_heads, text.index_head_dim
 
     def project(query_latent: jax.Array, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
         query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
@@ -57,13 +46,33 @@ def index_scores(
             query = fake_quant_fp4_index(query)
         return query, arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
 
-    query, weights = rowwise(project, query_latent, x, by)
+    return rowwise(project, query_latent, x, by)
+
+
+def index_scores(
+    query: jax.Array, weights: jax.Array, index_keys: IndexKeys, visible: jax.Array, arith: Arithmetic
+) -> jax.Array:
+    """score(p, j) = Σ_n relu(q_n·I_j)·w_n, −∞ where j is not visible to p.
+
+    relu comes before the head sum and head weights keep their sign (T16). In bf16 every product and the sum are
+    rounded as the reference does, fp32 accumulation inside each.
+
+    Args:
+        query, weights: of `index_query`.
+        index_keys: of the KV owner, `entries` places.
+        visible: entries visible to each query, a count. int32 [batch, time].
+
+    Returns:
+        [batch, time, entries] in the arithmetic's dtype.
+    """
+    batch, time, heads, _ = query.shape
+    entries = index_keys.count
 
     def tile(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
         """[batch, time, keys] of query [batch, time, heads, dim], keys [batch, keys, dim], in any sizes."""
-        batch, time, count = *query.shape[:2], keys.shape[1]
+        batch, time, heads, dim = query.shape
         products = dot(query.reshape(batch, time * heads, dim), keys, (((2,), (2,)), ((0,), (0,))))
-        products = arith.round(products).reshape(batch, time, heads, count)
+        products = arith.round(products).reshape(batch, time, heads, -1)
         terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
         return arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
 
@@ -71,10 +80,12 @@ def index_scores(
         """[batch, time, keys] of keys [batch, keys, index_dim]."""
         if is_batch_invariant():
             return _map_fixed_tiles(tile, query, weights, keys)
-        return _map_time(functools.partial(tile, keys=keys), (query, weights), batch * heads * keys.shape[1] * 4)
+        # No entry can exist yet: no bytes.
+        rows = max(1, PRODUCT_BYTES // max(1, batch * heads * keys.shape[1] * 4))
+        return map_time(lambda query, weights: tile(query, weights, keys), query, weights, size=rows)
 
     # Tiles of keys too, so that neither products nor keys of all entries of a long context exist at once.
-    blocks = _TILE_BYTES // (batch * heads * index_keys.block * 4) if entries else 0
+    blocks = PRODUCT_BYTES // (batch * heads * index_keys.block * 4) if entries else 0
     size = max(1, blocks) * index_keys.block
     if size >= entries:
         scores = scores_of(index_keys.part(jnp.int32(0), entries))
@@ -83,16 +94,6 @@ def index_scores(
         parts = lax.map(lambda number: scores_of(index_keys.part(number * size, size)), jnp.arange(tiles))
         scores = jnp.moveaxis(parts, 0, 2).reshape(batch, time, tiles * size)[..., :entries]
     return jnp.where(jnp.arange(entries) < visible[..., None], scores, -jnp.inf)
-
-
-def _map_time(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], bytes_per_row: int) -> jax.Array:
-    """Applies a row-wise function over tiles of the time axis so that temporaries stay bounded."""
-    time = rows[0].shape[1]
-    size = min(time, max(1, _TILE_BYTES // max(1, bytes_per_row)))  # no entry can exist yet: no bytes
-    if size == time:
-        return function(*rows)
-    tiled = tuple(split_time(a, size, 0) for a in rows)
-    return join_time(lax.map(lambda tile: function(*tile), tiled), time)
 
 
 def _map_fixed_tiles(
@@ -126,8 +127,13 @@ def _map_fixed_tiles(
     return scores.reshape(batch, row_tiles * TILE_ROWS, key_tiles * _TILE_KEYS)[:, :time, :count]
 
 
-def candidate_entries(scores: jax.Array, visible: jax.Array, text: TextConfig) -> jax.Array:
-    """Entries inside the kept blocks of each query, bool [batch, time, entries] (model.md §5.7).
+def score_rows(batch: int, entries: int) -> int:
+    """How many query rows of each of `batch` sequences are scored at once, at least one."""
+    return max(1, SCORE_BYTES // max(1, batch * entries * 4))
+
+
+def candidate_blocks(scores: jax.Array, visible: jax.Array, text: TextConfig) -> jax.Array:
+    """The kept blocks of each query, bool [batch, time, blocks] (model.md §5.7).
 
     A block scores its best entry; the block of the newest visible entry always stays; blocks that score −∞ never do.
     """
@@ -138,8 +144,12 @@ def candidate_entries(scores: jax.Array, visible: jax.Array, text: TextConfig) -
     best = jnp.max(padded.reshape(batch, time, blocks, size), axis=-1)
     newest = jnp.where(visible > 0, (visible - 1) // size, -1)
     best = jnp.where(jnp.arange(blocks) == newest[..., None], jnp.inf, best)
-    kept = _largest(best, min(text.candidate_topk_blocks, blocks))
-    return jnp.repeat(kept, size, axis=-1)[..., :entries]
+    return _largest(best, min(text.candidate_topk_blocks, blocks))
+
+
+def entries_of_blocks(blocks: jax.Array, entries: int, text: TextConfig) -> jax.Array:
+    """The entries inside the blocks: bool [batch, time, blocks] -> [batch, time, entries]."""
+    return jnp.repeat(blocks, text.candidate_block_size, axis=-1)[..., :entries]
 
 
 def _largest(scores: jax.Array, k: int) -> jax.Array:

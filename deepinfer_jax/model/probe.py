@@ -96,6 +96,10 @@ class Probe:
         """Whether somebody replaces a tensor of this pass."""
         return bool(self._edits)
 
+    def watches(self, name: str) -> bool:
+        """Whether this tensor is captured or edited."""
+        return name in self._captures or name in self._edits
+
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
         """The tensor to go on with.
 

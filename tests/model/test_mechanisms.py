@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deepinfer_jax import ModelConfig, forward, init_cache, init_params
 from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.cache import DenseIndexKeys
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config import parse_config
 from deepinfer_jax.model import indexer as indexer_module
@@ -21,7 +22,7 @@ from deepinfer_jax.model.embedding import embed_tokens
 from deepinfer_jax.model.engram import engram
 from deepinfer_jax.model.engram_hash import engram_rows
 from deepinfer_jax.model.hyper_connections import mix_coefficients, sinkhorn
-from deepinfer_jax.model.indexer import candidate_entries, index_scores, pick
+from deepinfer_jax.model.indexer import candidate_blocks, entries_of_blocks, index_query, index_scores, pick
 from deepinfer_jax.model.moe import expert_scores
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import frequencies, rotation
@@ -318,7 +319,8 @@ def test_candidates_are_the_best_blocks_with_the_newest_one_pinned(scores: list[
     size, keep = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     text = dataclasses.replace(tiny_config().text, candidate_block_size=size, candidate_topk_blocks=keep)
     masked = [score if j < visible else -np.inf for j, score in enumerate(scores)]
-    found = candidate_entries(jnp.asarray([[masked]], jnp.float32), jnp.full((1, 1), visible), text)
+    kept = candidate_blocks(jnp.asarray([[masked]], jnp.float32), jnp.full((1, 1), visible), text)
+    found = entries_of_blocks(kept, entries, text)
     best = [max(masked[b : b + size]) for b in range(0, entries, size)]
     if visible:
         best[(visible - 1) // size] = np.inf  # whole block, also beyond what is visible; counts against the budget
@@ -338,7 +340,7 @@ def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, mon
         return jnp.asarray(rng.standard_normal(shape), arith.dtype)
 
     latent, x = draw(batch, time, text.q_lora_rank), draw(batch, time, text.hidden_size)
-    keys = draw(batch, entries, text.index_head_dim)
+    keys = DenseIndexKeys(draw(batch, entries, text.index_head_dim))
     indexer = Indexer(
         wq_b=draw(text.index_n_heads * text.index_head_dim, text.q_lora_rank),
         weights_proj=draw(text.index_n_heads, text.hidden_size),
@@ -347,19 +349,20 @@ def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, mon
     still = rotation(text, jnp.zeros((batch, time), jnp.int32), compressed=True)
 
     def scores() -> Array:
-        return np.asarray(index_scores(latent, x, keys, visible, indexer, still, text, arith), np.float32)
+        query, weights = index_query(latent, x, indexer, still, text, arith)
+        return np.asarray(index_scores(query, weights, keys, visible, arith), np.float32)
 
     whole = scores()
     # fp32 products of 32 terms may be summed in another order; FP4 keys and queries have exact products.
     slack = 0.0 if arith.quantize_cache else 2e-6 * float(np.abs(whole[whole > -np.inf]).max())
     for rows in (1, 3):  # the last tile of 3 is padded
-        monkeypatch.setattr(indexer_module, "_TILE_BYTES", rows * batch * text.index_n_heads * entries * 4)
+        monkeypatch.setattr(indexer_module, "PRODUCT_BYTES", rows * batch * text.index_n_heads * entries * 4)
         np.testing.assert_allclose(scores(), whole, rtol=0, atol=slack)
     assert np.array_equal(whole == -np.inf, np.arange(entries) >= np.asarray(visible)[..., None])
     if precision == "float32_exact":
         q = np.einsum("btr,or->bto", *(np.asarray(a, np.float64) for a in (latent, indexer.wq_b)))
         w = np.einsum("bth,nh->btn", *(np.asarray(a, np.float64) for a in (x, indexer.weights_proj)))
-        products = np.einsum("btnd,bjd->btnj", q.reshape(batch, time, 3, -1), np.asarray(keys, np.float64))
+        products = np.einsum("btnd,bjd->btnj", q.reshape(batch, time, 3, -1), np.asarray(keys.keys, np.float64))
         wanted = (np.maximum(products, 0) * w[..., None]).sum(2) / np.sqrt(text.index_head_dim * 3)
         seen = whole > -np.inf
         # fp32 sums of 64 and 32 products of unit size, times about 30.
