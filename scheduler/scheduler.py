@@ -99,13 +99,25 @@ class Scheduler:
             spare_tokens=MAX_PLANS_IN_FLIGHT * self.lookahead,
         )
         self.num_preemptions = 0
+        self._num_slots = num_slots
+        self._num_arrived = 0
         self._waiting: list[Sequence] = []  # in order of arrival; all others that are unfinished are holders
-        self._holders = Holders(data_parallel_size, num_slots, num_blocks, tokens_per_block)
+        self.reset()
+
+    def reset(self) -> frozenset[Sequence]:
+        """Forgets every plan, and every sequence but those that wait for a slot; all pools are full.
+
+        For a step that broke, also in the middle of `schedule` or `update`: nothing that it may have left half done
+        is relied on. Whoever calls it ends the sequences that are forgotten, those to be reported included.
+
+        Returns the sequences that go on waiting.
+        """
+        self._holders = Holders(self.data_parallel_size, self._num_slots, self.num_blocks, self.tokens_per_block)
         self._decoding: list[Sequence] = []  # the decode rows of the plan being made
         self._layout = DecodeLayout.of([], self._blocks_per_decode)
         self._ignored: list[Sequence] = []
         self._in_flight: list[list[PrefillStep | DecodeStep]] = []  # the steps of each plan that are not booked yet
-        self._num_arrived = 0
+        return frozenset(self._waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -201,8 +213,7 @@ class Scheduler:
             step: a step of the oldest plan in flight.
             tokens: int32 [n, 1 or more], the tokens that each row gave, in the first `counts` columns.
             counts: int32 [n], 1 … 1 + num_drafts in a decode step, not looked at in a prefill step.
-            finite: bool [n], False where the logits were not finite; such a sequence fails alone. To give a step up
-                after an error, book it with False in all rows.
+            finite: bool [n], False where the logits were not finite; such a sequence fails alone.
 
         Returns (row, number of tokens that the sequence took) of each row that took tokens or failed (0 tokens).
         Raises ValueError for a step that is not of the oldest plan in flight.

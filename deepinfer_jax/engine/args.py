@@ -4,11 +4,13 @@ import dataclasses
 import difflib
 import logging
 import math
+import os
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
 from deepinfer_jax.config import PRECISIONS, Precision
+from deepinfer_jax.engine.values import boolean, integer, number
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class EngineArgs:
         kv_cache_format: ours; "packed" stores the cache in the released formats, "unpacked" as plain numbers; the
             results are the same to the bit. "float32_exact" quantises nothing and is always unpacked.
 
-    Raises ValueError with the field's name for a value that cannot be.
+    Raises ValueError or TypeError with the field's name for a value that cannot be.
     """
 
     model: str
@@ -151,6 +153,7 @@ class EngineArgs:
     kv_cache_format: KVCacheFormat = "packed"
 
     def __post_init__(self) -> None:
+        self._check_names_and_flags()
         self.load_format = str(self.load_format).lower()
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f'load_format must be "auto" or "dummy", got {self.load_format!r}')
@@ -160,17 +163,32 @@ class EngineArgs:
             raise ValueError(f'kv_cache_format must be "packed" or "unpacked", got {self.kv_cache_format!r}')
         self._check_sizes()
         self._check_parallelism()
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not 0 < number("gpu_memory_utilization", self.gpu_memory_utilization) <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.engine_type != EngineType.NORMAL:
-            raise ValueError(f"engine_type must be NORMAL in this version, got {EngineType(self.engine_type).name}")
+            raise ValueError(f"engine_type must be EngineType.NORMAL in this version, got {self.engine_type!r}")
+
+    def _check_names_and_flags(self) -> None:
+        for name in ("model", "tokenizer"):
+            path = getattr(self, name)
+            if isinstance(path, os.PathLike):
+                path = os.fspath(path)
+                setattr(self, name, path)
+            if not isinstance(path, str) and (name, path) != ("tokenizer", None):
+                raise TypeError(f"{name} must be the path of a folder, got {path!r} of type {type(path).__name__}")
+        for name in (
+            *("trust_remote_code", "disable_log_stats", "stop_preempted_request"),
+            *("chunked_prefill", "offline_inference"),
+        ):
+            setattr(self, name, boolean(name, getattr(self, name)))
 
     def _check_sizes(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 self._check_integer(name, at_least=1)
+        self.seed = integer("seed", self.seed)
         self._check_integer("max_num_seqs", at_least=1)
-        if self.tokens_per_block == -1:
+        if integer("tokens_per_block", self.tokens_per_block) == -1:
             self.tokens_per_block = _DEFAULT_TOKENS_PER_BLOCK
         self._check_integer("tokens_per_block", at_least=2)
         if self.tokens_per_block % 2:
@@ -188,6 +206,8 @@ class EngineArgs:
                 f'load_format "dummy" draws its weights on one device, and the engine needs {self.num_devices}; use a '
                 "checkpoint (`deepinfer-jax make-tiny` writes a random one)"
             )
+        for name in ("context_parallel_size", "engram_parallel_size", "engine_rank", "engine_group_rank"):
+            self._check_integer(name, at_least=0)
         if self.context_parallel_size != 1:
             raise ValueError(
                 f"context_parallel_size is {self.context_parallel_size}, but this version runs a prompt on one data "
@@ -206,8 +226,9 @@ class EngineArgs:
 
     def _check_integer(self, name: str, *, at_least: int) -> None:
         value = getattr(self, name)
-        if type(value) is not int or value < at_least:
+        if isinstance(value, bool) or (whole := integer(name, value)) < at_least:
             raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+        setattr(self, name, whole)
 
     @classmethod
     def from_kwargs(cls, kwargs: dict[str, Any]) -> "EngineArgs":

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import math
 import random
 import sys
 import time
@@ -20,6 +21,7 @@ from deepinfer_jax.engine.request import Request, forced_tokens, own_params, pre
 from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
+from deepinfer_jax.engine.values import number
 from deepinfer_jax.runtime.runner import InFlight
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
@@ -105,7 +107,7 @@ class LLMEngine:
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
         Raises ValueError for an empty prompt, ids that are no integers, images, or a request id in use; TypeError for
-        a request id that is no string.
+        a request id that is no string or an arrival_time that is no number.
         """
         self._check_open()
         if not isinstance(request_id, str):  # abort_request and the outputs name requests by string
@@ -115,7 +117,11 @@ class LLMEngine:
                 f"request {request_id}: the engine of this version takes text; pass multi_modal_data=None, or use "
                 "forward(..., image_embeds=...)"
             )
-        if request_id in self._open:
+        if arrival_time is None:
+            arrival_time = time.perf_counter()
+        elif not math.isfinite(number("arrival_time", arrival_time)):
+            raise ValueError(f"request {request_id}: arrival_time must be finite, got {arrival_time}")
+        if request_id in self._open or any(output.request_id == request_id for output in self._ready):
             raise ValueError(f"request {request_id} is unfinished; give the new request another id")
         params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
@@ -142,7 +148,7 @@ class LLMEngine:
             max_model_len=self.limits.max_model_len,
             ignore_eos=params.ignore_eos,
             user_id=user_id,
-            arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
+            arrival_time=float(arrival_time),
             request=Request(
                 params,
                 seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
@@ -174,16 +180,12 @@ class LLMEngine:
         caller.
         """
         self._check_open()
-        try:
-            with _collector_paused():
+        with self._losing_all_on_failure(), _collector_paused():
+            num_due = len(self._planned)
+            self._launch(self._plan())
+            if not self.limits.zero_overhead_scheduling:
                 num_due = len(self._planned)
-                self._launch(self._plan())
-                if not self.limits.zero_overhead_scheduling:
-                    num_due = len(self._planned)
-                self._read(num_due)
-        except BaseException as error:
-            self._fail(error)
-            raise
+            self._read(num_due)
         if num_due or self._planned:
             self._stats.end_step()
             if self._log_interval > 0 and self._stats.steps % self._log_interval == 0:
@@ -193,11 +195,8 @@ class LLMEngine:
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Reads all steps that were launched and not yet read; launches none."""
         self._check_open()
-        try:
+        with self._losing_all_on_failure():
             self._read(len(self._planned))
-        except BaseException as error:
-            self._fail(error)
-            raise
         return self._hand_out()
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
@@ -210,7 +209,9 @@ class LLMEngine:
             request_id = [request_id]
         elif not isinstance(request_id, (list, tuple, set, dict)):
             raise TypeError(f"request_id must be a string or a list, tuple, set or dict of them, got {request_id!r}")
-        return self._scheduler.abort(set(request_id))
+        request_ids = set(request_id)
+        with self._losing_all_on_failure():
+            return self._scheduler.abort(request_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has something to give."""
@@ -244,10 +245,10 @@ class LLMEngine:
         } | self._stats.snapshot()
 
     def close(self) -> None:
-        """Frees parameters and cache; a closed engine refuses requests. May be called again."""
+        """Frees parameters, cache and requests; a closed engine refuses new ones. May be called again."""
         self._closed = True
-        self._planned.clear()
-        self._in_flight.clear()
+        for kept in (self._open, self._ready, self._planned, self._in_flight):
+            kept.clear()
         self._runner.close()
 
     def _check_open(self) -> None:
@@ -259,13 +260,7 @@ class LLMEngine:
         start = time.perf_counter()
         plan = self._scheduler.schedule()
         self._planned += [step for step in (plan.prefill, plan.decode) if step is not None]
-        self._emit(
-            [
-                output_without_token(sequence, self.limits.max_num_batched_tokens)
-                for sequence in plan.ignored
-                if self._open.get(sequence.request_id) is sequence  # else a failed step has had its say
-            ]
-        )
+        self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in plan.ignored])
         self._stats.seconds["schedule"] += time.perf_counter() - start
         return plan
 
@@ -317,25 +312,32 @@ class LLMEngine:
         outputs, self._ready = self._ready, []
         return outputs
 
-    def _fail(self, error: BaseException) -> None:
-        """Ends all that ran: the cache was handed to a step that broke, and with it went their state.
+    @contextlib.contextmanager
+    def _losing_all_on_failure(self) -> Iterator[None]:
+        """What fails or is interrupted within ends all that ran; those that wait are not touched.
 
-        Each gives one output, handed out by the next step; those that wait are not touched.
+        The cache was handed to a step that broke, and with it went their state. Each gives one output, handed out by
+        the next step.
         """
-        self._in_flight.clear()
-        lost = [s for s in self._open.values() if s.num_tokens or s.status is not SequenceStatus.WAITING]
-        self._scheduler.abort({sequence.request_id for sequence in lost})
-        planned, self._planned = self._planned, []
-        for step in planned:  # nobody is left in them, but the scheduler waits for their results
-            nothing = np.zeros(len(step.sequences), np.int32)
-            self._scheduler.update(step, nothing[:, None], nothing, nothing.astype(np.bool_))
-        for sequence in lost:
-            sequence.request.error = (
-                sequence.request.error
-                or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
-            )
-        self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
-        self._runner.reset()
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too, which may come anywhere: no account that was open is relied on
+            self._planned.clear()
+            self._in_flight.clear()
+            waiting = self._scheduler.reset()
+            told = {output.request_id for output in self._ready if output.finished}
+            self._open = {name: sequence for name, sequence in self._open.items() if name not in told}
+            lost = [sequence for sequence in self._open.values() if sequence not in waiting]
+            for sequence in lost:
+                if sequence.status < SequenceStatus.FINISHED_ABORTED:  # it ran, or its last token is lost
+                    sequence.status = SequenceStatus.FINISHED_ABORTED
+                sequence.request.error = (
+                    sequence.request.error
+                    or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
+                )
+            self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
+            self._runner.reset()
+            raise
 
 
 @contextlib.contextmanager
@@ -346,8 +348,8 @@ def _collector_paused() -> Iterator[None]:
     that finds nothing, and every hundredth of those looks through all objects of the process, for longer than a step.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

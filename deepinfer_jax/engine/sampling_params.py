@@ -1,11 +1,11 @@
 """How one request samples and when it stops (DB §1.5)."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.engine.values import boolean, integer, number
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE
 
 _MAX_INT32 = 2**31 - 1
@@ -52,28 +52,30 @@ class SamplingParams:
     seq_seed: int | None = None
 
     def __post_init__(self) -> None:
-        self.temperature = _number("temperature", self.temperature)
+        self.temperature = number("temperature", self.temperature)
         if not 0 <= self.temperature <= _MAX_FLOAT32:  # NaN fails too
             raise ValueError(f"temperature must be a finite number >= 0 of float32, got {self.temperature}")
-        self.top_p = _number("top_p", self.top_p)
+        self.top_p = number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        self.top_k = _integer("top_k", self.top_k)
+        self.top_k = integer("top_k", self.top_k)
         if self.top_k != -1 and not 1 <= self.top_k <= _MAX_INT32:
             raise ValueError(f"top_k must be -1 (off) or in 1..{_MAX_INT32}, got {self.top_k}")
-        self.max_tokens = _integer("max_tokens", self.max_tokens) or 1
+        self.ignore_eos = boolean("ignore_eos", self.ignore_eos)
+        self.max_tokens = integer("max_tokens", self.max_tokens) or 1
         if not 1 <= self.max_tokens <= _MAX_INT32:
             raise ValueError(f"max_tokens must be in 0..{_MAX_INT32} (0 means 1), got {self.max_tokens}")
-        self.top_logprobs = _integer("top_logprobs", self.top_logprobs)
+        self.prompt_logprobs = boolean("prompt_logprobs", self.prompt_logprobs)
+        self.top_logprobs = integer("top_logprobs", self.top_logprobs)
         if not 0 <= self.top_logprobs <= _MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs must be in 0..{_MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
-        self.first_n_token_no_eos = _integer("first_n_token_no_eos", self.first_n_token_no_eos)
+        self.first_n_token_no_eos = integer("first_n_token_no_eos", self.first_n_token_no_eos)
         if self.so_args is not None:
             raise ValueError("so_args: structured output is not part of this version; leave it None")
         if self.golden_token_ids is not None:
             self.golden_token_ids = _forced_ids(self.golden_token_ids)
         if self.seq_seed is not None:
-            self.seq_seed = _integer("seq_seed", self.seq_seed) & (2**64 - 1)
+            self.seq_seed = integer("seq_seed", self.seq_seed) & (2**64 - 1)
 
         if self.temperature < GREEDY_TEMPERATURE:
             self.temperature, self.top_p, self.top_k = GREEDY_TEMPERATURE, 1.0, -1
@@ -89,27 +91,9 @@ class SamplingParams:
         return golden[output_index] if output_index < len(golden) else -1
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, str):  # float("0.5") would pass
-        raise TypeError(f"{name} must be a number, got {value!r} of type str")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is too large for a float") from None
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}") from None
-
-
 def _forced_ids(tokens: Any) -> list[int]:
     try:
-        ids = [_integer("golden_token_ids", token) for token in tokens]
+        ids = [integer("golden_token_ids", token) for token in tokens]
     except TypeError as error:
         raise TypeError(f"golden_token_ids must be a list of integers: {error}") from None
     for index, token in enumerate(ids):

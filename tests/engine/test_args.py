@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
@@ -101,7 +103,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_arithmetic() -> None:
         ("precision", "fp64"),
         ("max_model_len", 0),
         ("max_num_seqs", -1),
-        ("max_num_batched_tokens", 8.0),
+        ("max_num_batched_tokens", -8),
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", 0),
         ("data_parallel_size", -1),
@@ -115,11 +117,45 @@ def test_a_budget_that_is_too_small_is_refused_with_the_arithmetic() -> None:
         ("tokens_per_block", 7),
         ("num_kv_blocks", 0),
         ("kv_cache_format", "fp8"),
+        ("engine_type", "NORMAL"),
+        ("gpu_memory_utilization", float("nan")),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         EngineArgs(**{"model": "m", field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["4", None, 4.5, [1], np.asarray([1, 2])])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("trust_remote_code", "seed", "data_parallel_size", "context_parallel_size", "expert_parallel_size"),
+        *("engram_parallel_size", "engine_rank", "engine_group_rank", "gpu_memory_utilization", "max_num_seqs"),
+        *("disable_log_stats", "stop_preempted_request", "chunked_prefill", "tokens_per_block", "offline_inference"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=field):
+        EngineArgs(**{"model": "m", field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, 4, b"m", ["m"]])
+def test_a_model_that_is_no_path_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="model must be the path of a folder, got "):
+        EngineArgs(model=value)  # type: ignore[arg-type]
+
+
+def test_paths_and_numpys_numbers_are_taken() -> None:
+    args = EngineArgs(
+        model=Path("m"),  # type: ignore[arg-type]
+        tokenizer=Path("t"),  # type: ignore[arg-type]
+        max_num_seqs=np.int64(4),  # type: ignore[arg-type]
+        chunked_prefill=np.bool_(False),  # type: ignore[arg-type]
+        gpu_memory_utilization=np.float32(0.5),  # type: ignore[arg-type]
+    )
+    assert (args.model, args.tokenizer, args.gpu_memory_utilization) == ("m", "t", 0.5)
+    assert type(args.max_num_seqs) is int and args.chunked_prefill is False
 
 
 def test_random_weights_are_for_one_device() -> None:

@@ -381,6 +381,13 @@ def test_other_requests_that_cannot_be_are_refused() -> None:
         engine.add_request("u", "r", SamplingParams(), [5], {"image_bytes": [b""], "image_sizes": [(1, 1)]})
     with pytest.raises(TypeError, match="request_id must be a string, got 7"):
         engine.add_request("u", 7, SamplingParams(), [5])  # type: ignore[arg-type]
+    for arrival, sentence in [("now", "must be a number, got 'now'"), (float("nan"), "must be finite, got nan")]:
+        with pytest.raises((TypeError, ValueError), match=f"arrival_time {sentence}"):
+            engine.add_request("u", "r", SamplingParams(), [5], arrival_time=arrival)  # type: ignore[arg-type]
+    late = SamplingParams()
+    late.prompt_logprobs = "all"  # type: ignore[assignment]  # fields may be set after the checks
+    with pytest.raises(TypeError, match="prompt_logprobs must be True or False, got 'all'"):
+        engine.add_request("u", "r", late, [5])
     with pytest.raises(TypeError, match="sampling_params must be"):
         engine.add_request("u", "r", 7, [5])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_tokns"):
@@ -410,8 +417,12 @@ def test_every_output_is_the_callers() -> None:
 def test_an_empty_step_gives_nothing_and_a_closed_engine_refuses() -> None:
     engine = toy_engine()
     assert engine.step() == engine.flush_inflight_reqs() == []
+    engine.add_request("u", "r", SamplingParams(), [5])
+    engine.step()
+    assert engine.has_unfinished_requests()
     engine.close()
     engine.close()
+    assert not engine.has_unfinished_requests()
     call: Any
     for call in (engine.step, engine.flush_inflight_reqs):
         with pytest.raises(RuntimeError, match="closed"):

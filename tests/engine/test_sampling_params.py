@@ -45,6 +45,8 @@ def test_values_at_the_limits_are_taken() -> None:
     params = SamplingParams(max_tokens=0, top_k=2**31 - 1, top_p=1, top_logprobs=1000, seq_seed=-1)
     assert (params.max_tokens, params.seq_seed) == (1, 2**64 - 1)
     assert SamplingParams(max_tokens=np.int64(5), seq_seed=2**64 + 3).seq_seed == 3
+    flags = SamplingParams(ignore_eos=np.bool_(True), prompt_logprobs=1)  # type: ignore[arg-type]
+    assert flags.ignore_eos is flags.prompt_logprobs is True
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,11 @@ def test_values_beyond_the_limits_are_refused_by_name(field: str, value: object)
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 2.0), ("top_k", "5"), ("seq_seed", 1.5), ("temperature", "0.5"), ("top_p", None)],
+    [
+        *[("max_tokens", 2.0), ("top_k", "5"), ("seq_seed", 1.5), ("temperature", "0.5"), ("top_p", None)],
+        *[("temperature", b"1"), ("ignore_eos", "no"), ("ignore_eos", None), ("prompt_logprobs", 5)],
+        *[("prompt_logprobs", np.asarray([1, 2])), ("prompt_logprobs", [])],
+    ],
 )
 def test_values_of_another_type_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(TypeError, match=field):

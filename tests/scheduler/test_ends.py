@@ -1,9 +1,7 @@
 """How sequences end before their time: aborted, failed or refused; each is told once and frees all."""
 
 import pytest
-from twin import Twin, endless, give_up, make_scheduler, prefilled
-
-from deepinfer_jax.scheduler import SequenceStatus
+from twin import Twin, endless, make_scheduler, prefilled
 
 
 @pytest.mark.parametrize("num_launches", range(7))
@@ -48,20 +46,25 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
     twin.drain()
 
 
-def test_steps_that_went_wrong_are_given_up_by_booking_failures() -> None:
-    twin = Twin(make_scheduler(max_num_seqs=2))
-    sequences = [twin.add(endless(seq_id, prompt_len=6)) for seq_id in range(3)]
+@pytest.mark.parametrize("num_preemptions", [0, 1])
+def test_a_reset_forgets_all_but_those_that_wait_and_fills_the_pools(num_preemptions: int) -> None:
+    twin = Twin(make_scheduler(max_num_seqs=2, num_blocks=10))
+    first, second, third = (twin.add(endless(seq_id, prompt_len=6)) for seq_id in range(3))
+    refused = twin.add(endless(3, prompt_len=33))
+    twin.scheduler.add_sequence(refused)
     twin.step()
-    for plan in (twin.launch(), twin.launch()):
-        for step in (plan.prefill, plan.decode):
-            if step:
-                give_up(twin.scheduler, step)
-    twin.in_flight.clear()
-    assert [s.status for s in sequences[:2]] == [SequenceStatus.FINISHED_FAILED] * 2
+    while twin.scheduler.num_preemptions < num_preemptions:
+        twin.step()
+    twin.launch()
+    twin.launch()
+    kept = {third, second} if num_preemptions else {third}
+    assert twin.scheduler.reset() == kept
     twin.scheduler.check_idle()
-    twin.ends = dict.fromkeys(sequences[:2], 1)
-    twin.drain()
-    assert sequences[2].finish_reason == "length"
+    assert twin.scheduler.num_unfinished == len(kept)
+    twin.sequences = [sequence for sequence in (first, second, third) if sequence in kept]
+    twin.in_flight.clear()
+    twin.drain(depth=2)
+    assert third.finish_reason == "length"
 
 
 def test_requests_that_can_never_run_are_refused_with_the_arithmetic() -> None:
