@@ -141,11 +141,13 @@ def plan(
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
 ) -> None:
-    """Prints every environment variable with its default, its value and its meaning."""
+    """Prints every environment variable with its default, its value and its meaning; warns of unknown ones."""
     with _errors_as_sentences():
+        from deepinfer_jax.engine.environ import warn_inapplicable
         from deepinfer_jax.environment_report import environment_errors, environment_json, environment_text
 
         typer.echo(json.dumps(environment_json()) if as_json else environment_text())
+        warn_inapplicable()
         if errors := environment_errors():
             raise ValueError("; ".join(errors))
 

@@ -29,9 +29,8 @@ def environment_text() -> str:
     for row in TABLE:
         text = os.environ.get(row.name)
         default = "unset" if row.default is None else repr(row.default)
-        notes = "" if row.has_effect else f" ({': '.join(filter(None, (row.applies, row.instead)))})"
         value = ("*", row.name, default, text) if text is not None else ("", row.name, default, "")
-        rows.append((*value, row.meaning + notes))
+        rows.append((*value, f"{row.meaning}; {row.note}" if row.note else row.meaning))
     return "\n".join(aligned(rows, left=5))
 
 

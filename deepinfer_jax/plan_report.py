@@ -13,6 +13,7 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.environment_report import aligned
 from deepinfer_jax.memory import MemoryPlan, device_memory, format_bytes, plan_memory
 
+_PLATFORMS = ("gpu", "tpu", "cpu")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -42,8 +43,11 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
         compile_programs: temporaries are those of compiled programs instead of a formula's.
 
     Raises:
-        ValueError: as `config.load_config` and `memory.plan_memory`; programs that cannot be compiled here.
+        ValueError: an unknown platform; as `config.load_config` and `memory.plan_memory`; programs that cannot be
+            compiled here.
     """
+    if platform not in (None, *_PLATFORMS):
+        raise ValueError(f"platform must be one of {', '.join(_PLATFORMS)}, got {platform!r}")
     config = load_config(args.model)
     here = jax.default_backend()
     platform = platform or (here if memory is None else "gpu")

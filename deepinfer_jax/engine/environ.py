@@ -60,6 +60,13 @@ class Variable[T]:
     def has_effect(self) -> bool:
         return self.applies not in (NOT_ON_XLA, NOT_YET)
 
+    @property
+    def note(self) -> str:
+        """Why it has no effect, "" if it has one."""
+        if self.has_effect:
+            return ""
+        return f"{self.applies} ({self.instead})" if self.instead else self.applies
+
     def read(self) -> T:
         """The value now, without the cache. ValueError, starting with the name, if it cannot be one."""
         text = os.environ.get(self.name)
@@ -232,7 +239,7 @@ class Environment:
                 continue
             self._warned.add(name)
             if row:
-                logger.warning("%s has no effect: %s", name, ": ".join(filter(None, (row.applies, row.instead))))
+                logger.warning("%s has no effect: %s", name, row.note)
             else:
                 logger.warning("%s is set, but there is no such variable%s", name, _near(name, known))
 

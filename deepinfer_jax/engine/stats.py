@@ -115,7 +115,8 @@ def log_line(stats: Mapping[str, Any]) -> str:
         f"{stats['num_running']} running, {stats['num_waiting']} waiting, "
         f"blocks {1 - stats['free_blocks'] / stats['total_blocks']:.1%} used, "
         f"slots {1 - stats['free_slots'] / stats['total_slots']:.1%} used, "
-        f"{stats['num_cached_tokens']} cached tokens, {stats['num_preemptions']} preemptions, "
+        f"{stats['num_cached_tokens']} cached tokens, "
+        f"{sum(stats['num_finished'].values())} finished, {stats['num_preemptions']} preemptions, "
         f"first token {stats['ttft_mean']:.3f} s (at most {stats['ttft_max']:.3f} s), "
         f"queue {stats['queue_time_mean']:.3f} s, host time: {split}"
     )

@@ -152,6 +152,7 @@ def test_plan_for_this_machine_needs_no_sizes() -> None:
         (["--devices", "3", "--memory", "141GB"], "embed.weight: axis 0 (vocab) has 129280 entries"),
         (["--devices", "8", "--memory", "141GB", "--compile"], "--compile measures the programs of one cpu device"),
         (["--precision", "fp64"], "precision must be one of"),
+        (["--platform", "npu"], "platform must be one of gpu, tpu, cpu, got 'npu'"),
         (["--context", "0"], "max_model_len must be an integer of at least 1"),
         (["--tokens-per-block", "3"], "tokens_per_block must be a multiple of 2"),
     ],
@@ -202,6 +203,14 @@ def test_env_prints_the_table_even_with_a_value_that_cannot_be(monkeypatch: pyte
     status, out, err = invoke("env")
     assert (status, err) == (1, "error: DEEPINFER_LOGGING_INTERVAL_STEP is 'often'; expected an integer\n")
     assert len(out.splitlines()) == 1 + len(TABLE)
+
+
+def test_env_warns_of_a_name_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIENT", "1")
+    assert invoke("env")[0] == 0
+    assert "no such variable; did you mean DEEPINFER_BATCH_INVARIANT?" in caplog.text
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_variables_without_effect_and_unknown_ones_warn_once(
         env.warn_inapplicable()
         env.warn_inapplicable()
     assert [record.getMessage() for record in caplog.records] == [
-        "DEEPINFER_ENFORCE_EAGER has no effect: not on XLA: every step is a program that was compiled at start",
+        "DEEPINFER_ENFORCE_EAGER has no effect: not on XLA (every step is a program that was compiled at start)",
         "DEEPINFER_LOGGING_INTERVAL_STEPS is set, but there is no such variable; did you mean "
         "DEEPINFER_LOGGING_INTERVAL_STEP?",
         "DEEPINFER_XGRAMMAR_TIMEOUT has no effect: not used in this version",

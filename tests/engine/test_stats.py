@@ -1,6 +1,7 @@
 """What the engine counts, against what was done; the same figures for Prometheus."""
 
 import gc
+import logging
 import time
 from typing import Any
 
@@ -9,9 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from toy import random_prompt, run, toy_engine
 
+from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.metrics import EngineCollector
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.engine.stats import EngineStats, log_line
 
 PHASES = ("schedule", "launch", "wait", "process")
 
@@ -69,6 +71,34 @@ def test_what_is_remembered_of_the_past_is_bounded() -> None:
         stats.end_step()
     assert (stats.queue.mean, stats.queue.maximum, stats.queue.count) == (4499.5, 4999, 5000)
     assert len(stats._window) == 1000
+
+
+def test_a_line_is_logged_every_so_many_steps_with_the_figures_of_that_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "3")
+    rearm()
+    engine = toy_engine(disable_log_stats=False)
+    monkeypatch.undo()
+    rearm()
+    for i in range(8):
+        engine.add_request("u", str(i), SamplingParams(max_tokens=3, ignore_eos=True), [5, 6, 7])
+    with caplog.at_level(logging.INFO, "deepinfer_jax.engine.engine"):
+        run(engine)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines] == [f"step {n}" for n in range(3, engine.stats()["num_steps"] + 1, 3)]
+    # Six slots, and the results of a step are read one step later: after three steps nothing has ended.
+    assert "6 running, 2 waiting, " in lines[0] and " slots 100.0% used, " in lines[0] and " 0 finished, " in lines[0]
+    assert " slots 0.0% used, 0 cached tokens, 8 finished, 0 preemptions, " in log_line(engine.stats())
+
+
+def test_a_share_of_the_host_time_is_that_of_its_phase() -> None:
+    stats = EngineStats()
+    stats.seconds = {"schedule": 1.0, "launch": 2.0, "wait": 16.0, "process": 1.0}
+    pools = dict.fromkeys(("free_blocks", "total_blocks", "free_slots", "total_slots"), 4)
+    counts = dict.fromkeys(("num_running", "num_waiting", "num_cached_tokens", "num_preemptions"), 0)
+    line = log_line(pools | counts | stats.snapshot())
+    assert line.endswith("host time: schedule 5%, launch 10%, wait 80%, process 5%")
 
 
 def test_prometheus_reads_the_same_figures_under_conventional_names() -> None:
