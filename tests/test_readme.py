@@ -4,15 +4,26 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "forward"])
-def test_example(code: str) -> None:
+@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "forward"])
+def test_example(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, ports = CollectorRegistry(), list[int]()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    monkeypatch.setattr("prometheus_client.start_http_server", ports.append)
     namespace: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), namespace)
     if "texts" in namespace:
         texts = namespace["texts"]
         assert isinstance(texts, list) and len(texts) == 2 and all(texts)
+    if "answers" in namespace:
+        answers = namespace["answers"]
+        assert isinstance(answers, dict) and [len(answers[name]) for name in "ab"] == [8, 8]
+        assert ports == [9400]
+        assert (
+            'deepinfer_generation_tokens_total{model_name="deepinfer-model"} 16.0' in generate_latest(registry).decode()
+        )
