@@ -25,13 +25,14 @@ def environment_json() -> list[dict[str, Any]]:
 
 def environment_text() -> str:
     """One line per variable; a `*` marks those that are set."""
-    rows = [("", "name", "default", "value", "meaning")]
+    rows = [("", "name", "type", "default", "value", "meaning")]
     for row in TABLE:
         text = os.environ.get(row.name)
         default = "unset" if row.default is None else repr(row.default)
-        value = ("*", row.name, default, text) if text is not None else ("", row.name, default, "")
-        rows.append((*value, f"{row.meaning}; {row.note}" if row.note else row.meaning))
-    return "\n".join(aligned(rows, left=5))
+        mark = "" if text is None else "*"
+        meaning = f"{row.meaning}; {row.note}" if row.note else row.meaning
+        rows.append((mark, row.name, row.kind.name, default, text or "", meaning))
+    return "\n".join(aligned(rows, left=6))
 
 
 def environment_errors() -> list[str]:

@@ -104,6 +104,7 @@ class EngineArgs:
         gpu_memory_utilization: part of the device memory that weights, caches and temporaries may take, in (0, 1].
         max_num_batched_tokens: most tokens of one iteration on each data index, at least max_num_seqs × (1 + drafts);
             None: with chunked prefill the larger of 2048 and that, else the largest of max_model_len, 4096 and that.
+            Of prompts that may be cut, a step takes no more than `memory.prefill_tokens` in any case.
         max_num_seqs: most sequences that run at once, over all data indices; each index has room for its share,
             rounded up.
         disable_log_stats: no statistics in the log; `LLMEngine.stats()` has them all the same.

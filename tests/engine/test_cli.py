@@ -189,7 +189,8 @@ def test_env_prints_every_variable_and_marks_those_that_are_set(monkeypatch: pyt
     assert len(out.splitlines()) == 1 + len(TABLE)
     lines = {line[3:].split()[0]: line for line in out.splitlines()[1:]}
     assert list(lines) == [row.name for row in TABLE]
-    assert lines["DEEPINFER_LOGGING_INTERVAL_STEP"].split()[:4] == ["*", "DEEPINFER_LOGGING_INTERVAL_STEP", "100", "7"]
+    marked = lines["DEEPINFER_LOGGING_INTERVAL_STEP"].split()[:5]
+    assert marked == ["*", "DEEPINFER_LOGGING_INTERVAL_STEP", "integer", "100", "7"]
     assert lines["DEEPINFER_GLOO_TIMEOUT"].startswith("   ") and "not on XLA" in lines["DEEPINFER_GLOO_TIMEOUT"]
 
     rows = {row["name"]: row for row in json.loads(invoke("env", "--json")[1])}
