@@ -100,8 +100,10 @@ class PagedView:
             # The one new key takes the place of the only key that it pushes out of the window.
             ring = self._windows[layer] = self._write_ring(self._windows[layer], new)
             return self._read_ring(ring), ring_positions(self.start + self.lengths, self._window), False
-        keys, positions = ordered_window(self._read_ring(self._windows[layer]), new, self.start, self.positions)
-        self._windows[layer] = self._write_ring(self._windows[layer], new)
+        # Reading comes first: XLA would keep a copy of the pool for a read that might come later.
+        before, ring = jax.lax.optimization_barrier((self._read_ring(self._windows[layer]), self._windows[layer]))
+        keys, positions = ordered_window(before, new, self.start, self.positions)
+        self._windows[layer] = self._write_ring(ring, new)
         return keys, positions, True
 
     def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:

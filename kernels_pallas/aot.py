@@ -121,6 +121,43 @@ def all_cases(choice: KernelChoice) -> list[Case]:
     return cases
 
 
+def topology_of(gpu: Gpu) -> topologies.TopologyDescription:
+    """One device of this kind, to compile for and not to run on."""
+    return topologies.get_topology_desc(platform="cuda", target_config=gpu.target_config, topology="1x1x1")
+
+
+def compile_for(
+    topology: topologies.TopologyDescription,
+    program: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    donated: tuple[int, ...] = (),
+    refuse_spills: bool = False,
+) -> tuple[Any, float]:
+    """The compiled program, and the seconds that this took.
+
+    Args:
+        topology: of `topology_of`.
+        program: takes `arguments`, trees of `jax.ShapeDtypeStruct`s.
+        donated: arguments whose memory the results take.
+        refuse_spills: whether a kernel that spills registers is an error.
+    """
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    placed = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
+        arguments,
+    )
+    options = {
+        "xla_gpu_enable_cub_radix_sort": False,  # it would ask a device that is not there
+        "xla_gpu_fail_ptx_compilation_on_register_spilling": refuse_spills,
+    }
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(program, donate_argnums=donated).lower(*placed)
+        compiled = lowered.compile(compiler_options=options)
+    return compiled, time.perf_counter() - started
+
+
 def compile_case(gpu: Gpu, number: int) -> dict[str, float]:
     """Compile case `number` of `all_cases` for `gpu` in this process: {"seconds", "temp_bytes"}.
 
@@ -128,32 +165,18 @@ def compile_case(gpu: Gpu, number: int) -> dict[str, float]:
         RuntimeError: XLA, Triton or ptxas refuses, a kernel spills registers, or the choice for this GPU's
             devices holds no kernel where there should be one.
     """
-    topology = topologies.get_topology_desc(platform="cuda", target_config=gpu.target_config, topology="1x1x1")
+    topology = topology_of(gpu)
     case = all_cases(KernelChoice.for_devices(topology.devices))[number]
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    placed = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
-        case.arguments,
-    )
-    options = {
-        "xla_gpu_enable_cub_radix_sort": False,  # it would ask a device that is not there
-        "xla_gpu_fail_ptx_compilation_on_register_spilling": case.pallas,
-    }
-    started = time.perf_counter()
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(case.program).lower(*placed).compile(compiler_options=options)
-    seconds = time.perf_counter() - started
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text is not None and memory is not None  # every GPU executable has both
-    if case.pallas != (TRITON_CALL in text):
+    compiled, seconds = compile_for(topology, case.program, case.arguments, refuse_spills=case.pallas)
+    if case.pallas != (TRITON_CALL in compiled.as_text()):
         raise RuntimeError(f"the program for {gpu.kind} holds {'no' if case.pallas else 'a'} Pallas kernel")
-    return {"seconds": seconds, "temp_bytes": memory.temp_size_in_bytes}
+    return {"seconds": seconds, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def compile_in_child(gpu: Gpu, number: int) -> dict[str, float] | str:
-    """`compile_case` in a process of its own: its result, or the reason why there is none."""
-    command = [sys.executable, "-m", __spec__.name, "--child", gpu.name, str(number)]
+def run_child(module: str, *arguments: str) -> dict[str, float] | str:
+    """Runs `python -m module` in a process of its own: the JSON object that it prints last, or why there is none."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # skips the check for a CUDA driver
+    command = [sys.executable, "-m", module, *arguments]
     try:
         child = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
@@ -168,6 +191,14 @@ def compile_in_child(gpu: Gpu, number: int) -> dict[str, float] | str:
     return (reasons or child.stderr.splitlines() or ["no message"])[-1]
 
 
+def has_cuda_plugin() -> bool:
+    """Whether GPU programs can be compiled here; prints what to do if not."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is not None:
+        return True
+    print("the CUDA plugin of jax is not installed here: run `make gpu-compile`", file=sys.stderr)
+    return False
+
+
 def main(arguments: list[str]) -> int:
     """Print the table; 0 when everything compiled, else 1."""
     parser = argparse.ArgumentParser(prog="deepinfer_jax.kernels.aot", description=__doc__.split("\n")[0])
@@ -179,14 +210,13 @@ def main(arguments: list[str]) -> int:
         name, number = options.child
         print(json.dumps(compile_case(by_name[name], int(number))))
         return 0
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        print("the CUDA plugin of jax is not installed here: run `make gpu-compile`", file=sys.stderr)
+    if not has_cuda_plugin():
         return 1
     print(f"{'kernel':24}{'shape':22}{'GPU':6}{'seconds':>8}{'temp bytes':>14}  result", flush=True)
     failures = 0
     for gpu in [by_name[options.gpu]] if options.gpu else GPUS:
         for number, case in enumerate(all_cases(KernelChoice.for_platform("cuda", gpu.kind))):
-            result = compile_in_child(gpu, number)
+            result = run_child(__spec__.name, "--child", gpu.name, str(number))
             line = f"{case.kernel:24}{case.shape:22}{gpu.name:6}"
             if isinstance(result, str):
                 failures += 1

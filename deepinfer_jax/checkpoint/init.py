@@ -20,7 +20,9 @@ _E2M1_STD = math.sqrt(2 * 68.5 / 16)
 _E4M3_STD = 64.0  # seven standard deviations below the largest code
 
 
-def init_params(config: ModelConfig, key: jax.Array, *, precision: str = "reference") -> Params:
+def init_params(
+    config: ModelConfig, key: jax.Array, *, precision: str = "reference", platform: str | None = None
+) -> Params:
     """Random parameters that keep activations near unit size: matrices of variance 1 / inputs, norms near 1.
 
     Pure, so `jax.eval_shape` gives the abstract tree and `jax.jit` makes it in one program. The Engram token map
@@ -29,12 +31,13 @@ def init_params(config: ModelConfig, key: jax.Array, *, precision: str = "refere
     Args:
         key: of `jax.random.key`; every parameter folds its own tensor name in.
         precision: as in `load_params`; quantised formats are drawn as codes and scales.
+        platform: of the devices that will hold them ("cpu", "gpu", …); None: of this process's.
 
     Raises:
         ValueError: there is no such precision.
     """
     check_precision(precision)
-    platform = jax.devices()[0].platform
+    platform = platform or jax.devices()[0].platform
 
     def draw(spec: ParamSpec) -> Leaf:
         # crc32: a name's own number, the same in every process (hash() is not)

@@ -1,0 +1,126 @@
+"""Compiles whole step programs for a GPU on a machine without one: `make gpu-compile`.
+
+    python -m deepinfer_jax.runtime.aot CONFIG.json [--gpu NAME]
+
+It proves, from shapes alone, that XLA lowers the decode and prefill programs of a model with the kernels that this GPU
+would run, and that they write their pools in place: a pool takes most of a device's memory, so that there is no room
+for a second one. It says nothing about results or speed.
+"""
+
+import argparse
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.checkpoint.init import init_params
+from deepinfer_jax.config import parse_config
+from deepinfer_jax.kernels.aot import GPUS, TRITON_CALL, Gpu, compile_for, has_cuda_plugin, run_child, topology_of
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.paged_cache import CacheShape, PagedCache
+from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.step_input import decode_width, prefill_width
+from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
+from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.scheduler import Bucket
+
+# Primes, so that no other array has a pool's number of elements; sequences of 64 blocks of 128 tokens.
+SHAPE = CacheShape(data=1, slots=67, blocks=4099, tokens_per_block=128)
+BUCKETS = {"decode": Bucket(rows=64, time=1, width=64), "prefill": Bucket(rows=4, time=512, width=64)}
+
+_HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32"}
+_COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
+
+
+def step_program(
+    model: TextModel, shape: CacheShape, bucket: Bucket, platform: str
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
+    """A step program and its abstract arguments (parameters, state, host input), of which it donates the second.
+
+    Args:
+        bucket: of a decode program if its time is 1, else of a prefill program.
+        platform: of the devices that hold the parameters.
+    """
+    draw = functools.partial(init_params, model.config, precision=model.precision, platform=platform)
+    params = jax.eval_shape(draw, jax.random.key(0))
+    state = jax.eval_shape(lambda: StepState(model.init_cache(shape, None), init_slot_table(shape, bucket.width)))
+    step, width = (decode_step, decode_width) if bucket.time == 1 else (prefill_step, prefill_width)
+    host_input = jax.ShapeDtypeStruct((1, bucket.rows, width(bucket, shape.tokens_per_block)), np.int32)
+    return functools.partial(step, model, shape, bucket), (params, state, host_input)
+
+
+def copied_pools(compiled: str, cache: PagedCache) -> list[str]:
+    """The instructions of a compiled program that copy or transpose whole pools or window rings of `cache`.
+
+    An array counts as a pool if it has a pool's type and number of elements.
+    """
+    pools = jax.tree.leaves((cache.entries, cache.index_keys, cache.windows))
+    sizes = {(_HLO_TYPES[pool.dtype.name], pool.size) for pool in pools}
+    found = []
+    for line in compiled.splitlines():
+        if match := _COPIES.search(line):
+            size = math.prod(int(axis) for axis in match[2].split(",") if axis)
+            if (match[1], size) in sizes:
+                found.append(line.strip())
+    return found
+
+
+def compile_step_for(gpu: Gpu, config_file: str, kind: str) -> dict[str, float]:
+    """Compile one program in this process: {"seconds", "temp_bytes"}.
+
+    Raises:
+        RuntimeError: XLA, Triton or ptxas refuses, the decode program holds no kernel, or a pool would be copied.
+    """
+    topology = topology_of(gpu)
+    config = parse_config(json.loads(Path(config_file).read_text()))
+    model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
+    program, arguments = step_program(model, SHAPE, BUCKETS[kind], "gpu")
+    compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
+    text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache
+    if kind == "decode" and TRITON_CALL not in text:
+        raise RuntimeError(f"the decode program for {gpu.kind} holds no Pallas kernel")
+    if copies := copied_pools(text, cache):
+        raise RuntimeError(f"the {kind} program for {gpu.kind} copies {len(copies)} pools: {copies[0]}")
+    state_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache))
+    if memory.alias_size_in_bytes < state_bytes:
+        raise RuntimeError(f"only {memory.alias_size_in_bytes} of the cache's {state_bytes} bytes are written in place")
+    return {"seconds": seconds, "temp_bytes": memory.temp_size_in_bytes}
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; 0 when everything compiled, else 1."""
+    parser = argparse.ArgumentParser(prog="deepinfer_jax.runtime.aot", description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="a model's config.json")
+    parser.add_argument("--gpu", choices=[gpu.name for gpu in GPUS], help="only this GPU")
+    parser.add_argument("--child", choices=BUCKETS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    gpus = [gpu for gpu in GPUS if options.gpu in (None, gpu.name)]
+    if options.child:
+        print(json.dumps(compile_step_for(gpus[0], options.config, options.child)))
+        return 0
+    if not has_cuda_plugin():
+        return 1
+    failures = 0
+    for gpu in gpus:
+        for kind, bucket in BUCKETS.items():
+            result = run_child(__spec__.name, options.config, "--gpu", gpu.name, "--child", kind)
+            line = f"{kind + ' step':24}{f'{bucket.rows} x {bucket.time}':22}{gpu.name:6}"
+            if isinstance(result, str):
+                failures += 1
+                line += f"{'':22}  FAILED: {result}"
+            else:
+                line += f"{result['seconds']:8.2f}{result['temp_bytes']:14,}  ok"
+            print(line, flush=True)
+    print(f"{failures} failed" if failures else "all compiled", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

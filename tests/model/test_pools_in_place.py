@@ -1,0 +1,34 @@
+"""Step programs write pools where they lie: there is no room for a second one, and no time to copy it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small import small_config
+
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
+from deepinfer_jax.runtime.aot import copied_pools, step_program
+from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.scheduler import Bucket
+
+SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
+
+
+@pytest.mark.parametrize("bucket", [Bucket(4, 1, 8), Bucket(2, 40, 8)], ids=["decode", "prefill"])
+def test_no_pool_is_copied(bucket: Bucket) -> None:
+    model = TextModel(small_config(), "reference", KernelChoice())
+    program, arguments = step_program(model, SHAPE, bucket, "cpu")
+    compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
+    assert compiled is not None and "u8[1,11,16,64]" in compiled  # a ring: 11 slots of 16 keys of 64 channels
+    assert copied_pools(compiled, arguments[1].cache) == []
+
+
+def test_a_copied_pool_is_found() -> None:
+    """XLA keeps the old array of one that is written and read in no order."""
+    cache = init_paged_cache(small_config(), SHAPE)
+
+    def write_and_sum(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return pool.at[0, 3].set(1), jnp.sum(pool, dtype=jnp.int32)
+
+    compiled = jax.jit(write_and_sum, donate_argnums=0).lower(cache.entries[0].codes).compile().as_text()
+    assert compiled is not None and copied_pools(compiled, cache)
