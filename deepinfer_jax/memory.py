@@ -263,6 +263,12 @@ class _Sizes:
         needed = self.blocks(length)
         total = sum(self.parts(length, max(num_blocks, needed)).values())
         if self.budget is not None and total > self.budget:
+            if self.holds_one(length):
+                return (
+                    f"with a pool of {num_blocks} blocks of {self.tokens_per_block} tokens each device holds "
+                    f"{format_bytes(total)}, but has {format_bytes(self.budget)} for it; lower num_kv_blocks to "
+                    f"{self.fitting_blocks(length)} or less, or leave it out"
+                )
             return self._too_little_memory(length, total)
         if num_blocks < needed:
             return (

@@ -206,6 +206,15 @@ def test_a_pool_that_is_too_small_for_one_sequence_says_the_arithmetic() -> None
     assert plan_memory(RELEASED, num_blocks=7).max_model_len == 896
 
 
+def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
+    sizes: dict[str, Any] = {"memory": 141 * GB, "expert_parallel_size": 8, "max_model_len": 1_000_000}
+    problem = plan_memory(RELEASED, num_blocks=10**9, **sizes).problem
+    assert problem.startswith("with a pool of 1000000000 blocks of 128 tokens each device holds 114 TB, but has 127 GB")
+    fitting = int(problem.split("lower num_kv_blocks to ")[1].split()[0])
+    assert plan_memory(RELEASED, num_blocks=fitting, **sizes).problem == ""
+    assert plan_memory(RELEASED, num_blocks=fitting + 1, **sizes).problem != ""
+
+
 def test_context_that_does_not_fit_is_a_problem_with_the_numbers() -> None:
     plan = plan_memory(RELEASED, memory=70 * GB, expert_parallel_size=10, max_model_len=1_000_000)
     assert "one sequence of 1000000 tokens take" in plan.problem

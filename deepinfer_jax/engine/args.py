@@ -177,6 +177,8 @@ class EngineArgs:
                 setattr(self, name, path)
             if not isinstance(path, str) and (name, path) != ("tokenizer", None):
                 raise TypeError(f"{name} must be the path of a folder, got {path!r} of type {type(path).__name__}")
+        if not isinstance(self.served_model_name, str):  # a label of the metrics
+            raise TypeError(f"served_model_name must be a string, got {self.served_model_name!r}")
         for name in (
             *("trust_remote_code", "disable_log_stats", "stop_preempted_request"),
             *("chunked_prefill", "offline_inference"),

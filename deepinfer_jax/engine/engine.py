@@ -48,6 +48,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
+        self._log_interval = 0 if args.disable_log_stats else env.LOGGING_INTERVAL_STEP
         parts = load_parts(args)
         self.tokenizer = parts.tokenizer
         self.limits = limits = parts.limits
@@ -72,7 +73,6 @@ class LLMEngine:
         self._in_flight: list[InFlight] = []  # those of them that were launched
         self._next_seq_id = 0
         self._stats = EngineStats()
-        self._log_interval = 0 if args.disable_log_stats else env.LOGGING_INTERVAL_STEP
         self._closed = False
         self._runner.warm_up(progress=sys.stderr.isatty())
 
@@ -156,8 +156,9 @@ class LLMEngine:
             ),
         )
         self._next_seq_id += 1
-        self._scheduler.add_sequence(sequence)
-        self._open[request_id] = sequence
+        with self._losing_all_on_failure():
+            self._open[request_id] = sequence
+            self._scheduler.add_sequence(sequence)
         return sequence
 
     def request_problem(self, ids: Any, params: SamplingParams) -> str | None:
@@ -186,6 +187,8 @@ class LLMEngine:
             if not self.limits.zero_overhead_scheduling:
                 num_due = len(self._planned)
             self._read(num_due)
+            if not self._open:
+                self._scheduler.check_idle()
         if num_due or self._planned:
             self._stats.end_step()
             if self._log_interval > 0 and self._stats.steps % self._log_interval == 0:
@@ -203,13 +206,15 @@ class LLMEngine:
         """Ends unfinished requests. Returns how many, and the sum of their lengths in tokens.
 
         Whether it waited or ran, each gives one more output in the next step, with finish reason "abort" (DeepInfer
-        gives none for a running one, DB §15.2 trap 3). Unknown ids are no error.
+        gives none for a running one, DB §15.2 trap 3). Unknown ids are no error; the log names them.
         """
         if isinstance(request_id, str):
             request_id = [request_id]
         elif not isinstance(request_id, (list, tuple, set, dict)):
             raise TypeError(f"request_id must be a string or a list, tuple, set or dict of them, got {request_id!r}")
         request_ids = set(request_id)
+        if unknown := [name for name in request_ids if name not in self._open]:
+            logger.info("nothing to abort: %s not unfinished", ", ".join(map(str, unknown)))
         with self._losing_all_on_failure():
             return self._scheduler.abort(request_ids)
 

@@ -141,9 +141,11 @@ def test_values_of_another_kind_are_refused_by_name(field: str, value: object) -
 
 
 @pytest.mark.parametrize("value", [None, 4, b"m", ["m"]])
-def test_a_model_that_is_no_path_is_refused(value: object) -> None:
+def test_names_that_are_no_text_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match="model must be the path of a folder, got "):
         EngineArgs(model=value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="served_model_name must be a string, got "):
+        EngineArgs(model="m", served_model_name=value)  # type: ignore[arg-type]
 
 
 def test_paths_and_numpys_numbers_are_taken() -> None:

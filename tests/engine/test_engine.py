@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -256,30 +257,34 @@ def test_requests_without_a_seed_draw_one_each() -> None:
     assert params.seq_seed is None and params.eos_id == 0  # the caller's object is left alone
 
 
-def test_no_traffic_compiles_anything_after_the_start() -> None:
+def test_no_traffic_compiles_anything_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
     engine = toy_engine(num_kv_blocks=12, stop_preempted_request=False)
     compiled = engine.compile_count
     assert 0 < compiled <= 3
     rng = np.random.default_rng(0)
     results: dict[str, list[RequestOutput]] = {}
-    for i in range(500):
-        length = int(rng.integers(1, 41))
-        params = SamplingParams(
-            temperature=float(rng.choice([0, 0.8])),
-            max_tokens=int(rng.integers(1, 12)),
-            top_p=float(rng.uniform(0.1, 1)),
-            top_logprobs=int(rng.choice([0, 0, 3])),
-            prompt_logprobs=bool(rng.integers(2)),
-            golden_token_ids=[5, -1] if rng.integers(8) == 0 else None,
-        )
-        engine.add_request("u", str(i), params, random_prompt(length, seed=i))
-        if rng.integers(10) == 0:
-            engine.abort_request(str(rng.integers(i + 1)))
-        for _ in range(int(rng.integers(3))):
-            for output in engine.step():
-                results.setdefault(output.request_id, []).append(output)
-    for request_id, outputs in run(engine).items():
-        results.setdefault(request_id, []).extend(outputs)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for i in range(500):
+            length = int(rng.integers(1, 41))
+            params = SamplingParams(
+                temperature=float(rng.choice([0, 0.8])),
+                max_tokens=int(rng.integers(1, 12)),
+                top_p=float(rng.uniform(0.1, 1)),
+                top_logprobs=int(rng.choice([0, 0, 3])),
+                prompt_logprobs=bool(rng.integers(2)),
+                golden_token_ids=[5, -1] if rng.integers(8) == 0 else None,
+            )
+            engine.add_request("u", str(i), params, random_prompt(length, seed=i))
+            if rng.integers(10) == 0:
+                engine.abort_request(str(rng.integers(i + 1)))
+            for _ in range(int(rng.integers(3))):
+                for output in engine.step():
+                    results.setdefault(output.request_id, []).append(output)
+        for request_id, outputs in run(engine).items():
+            results.setdefault(request_id, []).extend(outputs)
+        assert "ompil" not in caplog.text  # neither a step program nor, inside JAX, anything beside them
+        jax.jit(lambda x: x + 1)(1)
+        assert "ompil" in caplog.text  # it would be said
     assert engine.compile_count == compiled
     assert engine.stats()["num_preemptions"] > 0
     assert len(results) == 500

@@ -59,7 +59,9 @@ def test_the_moments_of_that_test_cover_a_request_from_before_its_start_to_after
     assert 6 <= steps < 12
 
 
-def test_aborting_a_waiting_request_takes_it_out_of_the_queue_and_frees_its_name() -> None:
+def test_aborting_a_waiting_request_takes_it_out_of_the_queue_and_frees_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = toy_engine()
     for i in range(6):
         engine.add_request("u", f"running {i}", SamplingParams(max_tokens=12, ignore_eos=True), [5, 6])
@@ -67,7 +69,9 @@ def test_aborting_a_waiting_request_takes_it_out_of_the_queue_and_frees_its_name
     for _ in range(2):  # a prefill step takes four prompts
         engine.step()
     assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (6, 1)
-    assert engine.abort_request(["waiting", "unknown"]) == (1, 3)
+    with caplog.at_level(logging.INFO):
+        assert engine.abort_request(["waiting", "unknown"]) == (1, 3)
+    assert caplog.messages == ["nothing to abort: unknown not unfinished"]
     (output,) = [o for o in engine.step() if o.request_id == "waiting"]
     assert (output.finish_reason, output.token_id, output.num_output_tokens) == ("abort", 7, 1)
     assert engine.get_num_unfinished_requests() == 6
@@ -200,6 +204,18 @@ def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch
     assert {name: tokens(outputs) for name, outputs in run(engine).items()} == dict.fromkeys(
         ("ends", "goes on"), greedy_twin(TABLE, [8, 9], 1)
     )
+
+
+def test_an_idle_engine_whose_pools_are_not_full_says_so_and_fills_them() -> None:
+    engine = toy_engine()
+    engine._scheduler._holders.blocks[0].allocate(1)  # lost
+    engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=2), [5, 6])
+    with pytest.raises(AssertionError, match=r"not idle: 0 sequences run, 59 of 60 blocks"):
+        run(engine)
+    (last,) = engine.step()  # what was read is not lost
+    assert (last.token_id, last.finish_reason) == (greedy_twin(TABLE, [5, 6], 2)[1], "length")
+    assert not engine.has_unfinished_requests()
+    engine._scheduler.check_idle()
 
 
 def test_the_log_has_a_line_every_so_many_steps(
