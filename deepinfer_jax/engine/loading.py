@@ -84,7 +84,9 @@ def load_parts(args: EngineArgs) -> EngineParts:
         most_prefill_tokens=prefill_tokens(devices[0].platform),
         max_programs=_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS,
     )
-    kernels = dataclasses.replace(KernelChoice.for_devices(devices), batch_invariant=env.BATCH_INVARIANT)
+    # XLA cannot spread a Pallas kernel over a mesh by itself; plain XLA it can.
+    kernels = KernelChoice.for_devices(devices) if mesh is None else KernelChoice()
+    kernels = dataclasses.replace(kernels, batch_invariant=env.BATCH_INVARIANT)
     shape = CacheShape(
         data=limits.data_parallel_size,
         slots=limits.seqs_per_index,
