@@ -191,6 +191,16 @@ def run_child(module: str, *arguments: str) -> dict[str, float] | str:
     return (reasons or child.stderr.splitlines() or ["no message"])[-1]
 
 
+def print_result(what: str, shape: str, gpu: Gpu, result: dict[str, float] | str) -> bool:
+    """Prints one row of the table for a result of `run_child`; returns whether it compiled."""
+    row = f"{what:24}{shape:22}{gpu.name:6}"
+    if isinstance(result, str):
+        print(f"{row}{'':22}  FAILED: {result}", flush=True)
+        return False
+    print(f"{row}{result['seconds']:8.2f}{result['temp_bytes']:14,}  ok", flush=True)
+    return True
+
+
 def has_cuda_plugin() -> bool:
     """Whether GPU programs can be compiled here; prints what to do if not."""
     if importlib.util.find_spec("jax_cuda12_plugin") is not None:
@@ -217,13 +227,7 @@ def main(arguments: list[str]) -> int:
     for gpu in [by_name[options.gpu]] if options.gpu else GPUS:
         for number, case in enumerate(all_cases(KernelChoice.for_platform("cuda", gpu.kind))):
             result = run_child(__spec__.name, "--child", gpu.name, str(number))
-            line = f"{case.kernel:24}{case.shape:22}{gpu.name:6}"
-            if isinstance(result, str):
-                failures += 1
-                line += f"{'':22}  FAILED: {result}"
-            else:
-                line += f"{result['seconds']:8.2f}{result['temp_bytes']:14,}  ok"
-            print(line, flush=True)
+            failures += not print_result(case.kernel, case.shape, gpu, result)
     print(f"{failures} failed" if failures else "all compiled", flush=True)
     return 1 if failures else 0
 

@@ -22,7 +22,16 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import parse_config
-from deepinfer_jax.kernels.aot import GPUS, TRITON_CALL, Gpu, compile_for, has_cuda_plugin, run_child, topology_of
+from deepinfer_jax.kernels.aot import (
+    GPUS,
+    TRITON_CALL,
+    Gpu,
+    compile_for,
+    has_cuda_plugin,
+    print_result,
+    run_child,
+    topology_of,
+)
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.paged_cache import CacheShape, PagedCache
 from deepinfer_jax.runtime.slot_table import init_slot_table
@@ -111,13 +120,7 @@ def main(arguments: list[str]) -> int:
     for gpu in gpus:
         for kind, bucket in BUCKETS.items():
             result = run_child(__spec__.name, options.config, "--gpu", gpu.name, "--child", kind)
-            line = f"{kind + ' step':24}{f'{bucket.rows} x {bucket.time}':22}{gpu.name:6}"
-            if isinstance(result, str):
-                failures += 1
-                line += f"{'':22}  FAILED: {result}"
-            else:
-                line += f"{result['seconds']:8.2f}{result['temp_bytes']:14,}  ok"
-            print(line, flush=True)
+            failures += not print_result(f"{kind} step", f"{bucket.rows} x {bucket.time}", gpu, result)
     print(f"{failures} failed" if failures else "all compiled", flush=True)
     return 1 if failures else 0
 
