@@ -27,10 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Between files, gives up compiled programs once there are many."""
+def pytest_runtest_teardown() -> None:
+    """Between tests, gives up compiled programs once there are many."""
     maps = Path("/proc/self/maps")
-    if nextitem is None or nextitem.path == item.path or "jax" not in sys.modules or not maps.exists():
+    if "jax" not in sys.modules or not maps.exists():
         return
     if maps.read_bytes().count(b"\n") > _MANY_MAPS:
         import jax
