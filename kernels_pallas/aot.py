@@ -191,6 +191,11 @@ def run_child(module: str, *arguments: str) -> dict[str, float] | str:
     return (reasons or child.stderr.splitlines() or ["no message"])[-1]
 
 
+def compile_in_child(gpu: Gpu, number: int) -> dict[str, float] | str:
+    """`compile_case` in a process of its own, as a fatal error of the compiler ends the process: result or reason."""
+    return run_child(__spec__.name, "--child", gpu.name, str(number))
+
+
 def print_result(what: str, shape: str, gpu: Gpu, result: dict[str, float] | str) -> bool:
     """Prints one row of the table for a result of `run_child`; returns whether it compiled."""
     row = f"{what:24}{shape:22}{gpu.name:6}"
@@ -226,8 +231,7 @@ def main(arguments: list[str]) -> int:
     failures = 0
     for gpu in [by_name[options.gpu]] if options.gpu else GPUS:
         for number, case in enumerate(all_cases(KernelChoice.for_platform("cuda", gpu.kind))):
-            result = run_child(__spec__.name, "--child", gpu.name, str(number))
-            failures += not print_result(case.kernel, case.shape, gpu, result)
+            failures += not print_result(case.kernel, case.shape, gpu, compile_in_child(gpu, number))
     print(f"{failures} failed" if failures else "all compiled", flush=True)
     return 1 if failures else 0
 
