@@ -238,8 +238,7 @@ class CacheView:
         self._ngrams = cache.ngrams
         self.start = cache.lengths
         self.lengths = lengths
-        offsets = jnp.arange(time, dtype=jnp.int32)
-        self.positions = jnp.where(offsets < lengths[:, None], self.start[:, None] + offsets, -1)
+        self.positions = new_positions(self.start, lengths, time)
         self._time = time
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
@@ -313,6 +312,12 @@ class CacheView:
         offset = ring_positions(self.start + self.lengths, self._window) - self.start[:, None]
         taken = jnp.take_along_axis(new, jnp.clip(offset, 0, self._time - 1)[..., None], axis=1)
         return jnp.where((offset >= 0)[..., None], taken, ring)
+
+
+def new_positions(start: jax.Array, lengths: jax.Array, time: int) -> jax.Array:
+    """Positions of new tokens from `start` on, −1 for padding. start, lengths: int32 [batch] -> int32 [batch, time]."""
+    offsets = jnp.arange(time, dtype=jnp.int32)
+    return jnp.where(offsets < lengths[:, None], start[:, None] + offsets, -1)
 
 
 def ring_positions(end: jax.Array, window: int) -> jax.Array:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from deepinfer_jax.arithmetic import arithmetic
@@ -29,7 +29,7 @@ from deepinfer_jax.kernels.formats import (
 )
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from deepinfer_jax.layer_plan import layer_plans
-from deepinfer_jax.sharding import DATA
+from deepinfer_jax.sharding import over_data
 
 
 class PackedWindow(NamedTuple):
@@ -176,7 +176,7 @@ def init_paged_cache(
 
     What a block or slot held before is never read by its next owner: every read is bounded by the reader's position.
     """
-    placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+    placement = over_data(mesh)
     counts = {"block": shape.blocks, "slot": shape.slots}
 
     def empty(spec: StateSpec) -> jax.Array:

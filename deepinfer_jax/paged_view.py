@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.cache import DEAD, Groups, OpenGroup, ordered_window, ring_positions
+from deepinfer_jax.cache import DEAD, Groups, OpenGroup, new_positions, ordered_window, ring_positions
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.formats import (
     fake_quant_fp4_index,
@@ -19,8 +19,8 @@ from deepinfer_jax.kernels.formats import (
     unpack_fp4_index,
     unpack_fp8,
 )
+from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, PagedEntries
-from deepinfer_jax.kernels.sparse_attention.entries import gather_pages
 from deepinfer_jax.paged_cache import PackedIndexKeys, PackedWindow, PagedCache
 
 
@@ -49,7 +49,7 @@ class PagedIndexKeys:
     def part(self, first: jax.Array, size: int) -> jax.Array:
         columns = first // self.block + jnp.arange(size // self.block)
         blocks = jnp.take(self.tables, columns, axis=2, mode="clip")
-        pages = jax.tree.map(lambda array: gather_pages(array, blocks), self.pages)
+        pages = jax.tree.map(lambda array: read_pool(array, blocks), self.pages)
         keys = unpack_fp4_index(*pages, self.dtype) if isinstance(pages, PackedIndexKeys) else pages
         return keys.reshape(-1, size, keys.shape[-1])
 
@@ -92,8 +92,7 @@ class PagedView:
         self._draft_windows = list(cache.draft_windows)
         self.start = starts.reshape(-1)
         self.lengths = lengths.reshape(-1)
-        offsets = jnp.arange(time, dtype=jnp.int32)
-        self.positions = jnp.where(offsets < self.lengths[:, None], self.start[:, None] + offsets, -1)
+        self.positions = new_positions(self.start, self.lengths, time)
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
         if self._time == 1 and not self._in_order:
@@ -176,13 +175,11 @@ class PagedView:
 
     def _slot_rows(self, array: jax.Array) -> jax.Array:
         """The rows' slots of array [data, slots, ...] -> [batch, ...]."""
-        rows = jax.vmap(lambda pool, slots: pool.at[slots].get(mode="clip"))(array, self._slots)
-        return rows.reshape(-1, *array.shape[2:])
+        return read_pool(array, self._slots).reshape(-1, *array.shape[2:])
 
     def _write_slots(self, array: jax.Array, rows: jax.Array) -> jax.Array:
         """array [data, slots, ...] with the rows' slots replaced by rows [batch, ...]."""
-        rows = rows.reshape(*self._slots.shape, *rows.shape[1:])
-        return jax.vmap(lambda pool, slots, new: pool.at[slots].set(new, mode="drop"))(array, self._slots, rows)
+        return write_pool(array, (self._slots,), rows.reshape(*self._slots.shape, *rows.shape[1:]))
 
     def _scatter(self, pools: Any, first: jax.Array, second: jax.Array, values: Any) -> Any:
         """pools [data, n, m, ...] with values [batch, k, ...] at [first, second], int32 [batch, k]; n drops."""
@@ -191,10 +188,5 @@ class PagedView:
         def split(array: jax.Array) -> jax.Array:
             return array.reshape(data, -1, *array.shape[2:])
 
-        def put(pool: jax.Array, i: jax.Array, j: jax.Array, new: jax.Array) -> jax.Array:
-            return pool.at[i, j].set(new, mode="drop")
-
-        def write(pool: jax.Array, value: jax.Array) -> jax.Array:
-            return jax.vmap(put)(pool, split(first), split(second), split(value))
-
-        return jax.tree.map(write, pools, values)
+        index = split(first), split(second)
+        return jax.tree.map(lambda pool, value: write_pool(pool, index, split(value)), pools, values)

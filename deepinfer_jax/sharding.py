@@ -106,6 +106,11 @@ def row_axis(rows: int, mesh: Mesh) -> str | None:
     return DATA if DATA in mesh.axis_names and rows % mesh.shape[DATA] == 0 else None
 
 
+def over_data(mesh: Mesh | None) -> NamedSharding | None:
+    """The leading axis over `data`, the rest on every device of its part; None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+
+
 def shard_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Spreads the leading (batch) axis over `data` where it divides; without a mesh, the identity."""
     if mesh is None:

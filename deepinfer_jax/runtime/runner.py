@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from deepinfer_jax.paged_cache import CacheShape
@@ -20,7 +20,7 @@ from deepinfer_jax.runtime.step_input import decode_width, pack_decode, pack_pre
 from deepinfer_jax.runtime.steps import StepOutput, StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import StepModel
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
-from deepinfer_jax.sharding import DATA
+from deepinfer_jax.sharding import over_data
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Runner:
         self._shape = shape
         self._table_width = table_width
         self._mesh = mesh
-        self._placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+        self._placement = over_data(mesh)
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
         self._state: StepState | None = None
         self.reset()

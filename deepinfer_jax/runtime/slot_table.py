@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.sampling import SamplingRows
-from deepinfer_jax.sharding import DATA
+from deepinfer_jax.sharding import over_data
 
 
 @struct.dataclass
 class SlotTable:
-    """One row per slot of each data index.
+    """One row per slot of each data index; the slot of an idle row is out of range, so its writes are dropped.
 
     Attributes:
         lengths: tokens of the sequence that the cache holds. int32 [data, slots].
@@ -41,7 +42,7 @@ class SlotTable:
 
 def init_slot_table(shape: CacheShape, width: int, mesh: Mesh | None = None) -> SlotTable:
     """All slots empty, block tables of `width` blocks."""
-    placement = None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA))
+    placement = over_data(mesh)
 
     def filled(value: float, dtype: jax.typing.DTypeLike, *more: int) -> Array:
         return jnp.full((shape.data, shape.slots, *more), value, dtype, device=placement)
@@ -58,32 +59,19 @@ def init_slot_table(shape: CacheShape, width: int, mesh: Mesh | None = None) -> 
     )
 
 
-def read_slots(array: Array, slots: Array) -> Array:
-    """array [data, slots, ...] at slots int32 [data, rows] -> [data, rows, ...]; of an idle row, any slot's."""
-    return jax.vmap(lambda column, slot: column.at[slot].get(mode="clip"))(array, slots)
-
-
-def write_slots(array: Array, slots: Array, values: Array) -> Array:
-    """array [data, slots, ...] with `values` [data, rows, ...] at `slots`; an idle row, out of range, is dropped."""
-    return jax.vmap(lambda column, slot, value: column.at[slot].set(value, mode="drop"))(array, slots, values)
-
-
 def grow_blocks(blocks: Array, slots: Array, first: Array, new: Array) -> Array:
     """Block tables [data, slots, width] with new blocks int32 [data, rows, k] (−1: none) from place `first` on."""
     places = first[..., None] + jnp.arange(new.shape[2], dtype=jnp.int32)
     places = jnp.where(new >= 0, places, blocks.shape[2])  # out of range and dropped; −1 would wrap (A19)
 
-    def grow(table: Array, slot: Array, place: Array, block: Array) -> Array:
-        return table.at[slot[:, None], place].set(block, mode="drop")
-
-    return jax.vmap(grow)(blocks, slots, places, new)
+    return write_pool(blocks, (slots[..., None], places), new)
 
 
 def sampling_rows(table: SlotTable, slots: Array, position: Array, banned: Array, forced: Array) -> SamplingRows:
     """What the rows int32 [data, rows] sample by, in one row axis [data · rows]."""
 
     def of(array: Array) -> Array:
-        rows = read_slots(array, slots)
+        rows = read_pool(array, slots)
         return rows.reshape(-1, *rows.shape[2:])
 
     return SamplingRows(

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.paged_cache import CacheShape
-from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, read_slots, sampling_rows, write_slots
+from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, sampling_rows
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
 from deepinfer_jax.runtime.text_model import StepBatch, StepModel
 from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
@@ -53,25 +54,19 @@ def decode_step(
     slots = column["slot"]
     blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
     active = slots < shape.slots
-    starts = jnp.where(active, read_slots(table.lengths, slots), 0)
+    starts = jnp.where(active, read_pool(table.lengths, slots), 0)
     batch = StepBatch(
-        tokens=read_slots(table.last_token, slots)[..., None],
+        tokens=read_pool(table.last_token, slots)[..., None],
         lengths=active.astype(jnp.int32),
         starts=starts,
         slots=slots,
-        tables=read_slots(blocks, slots)[:, :, : bucket.width],
+        tables=read_pool(blocks, slots)[:, :, : bucket.width],
     )
     hidden, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
     rows = sampling_rows(table, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
     sampled = _sample(model, logits, rows, column["wants_top"])
-    table = dataclasses.replace(
-        table,
-        blocks=blocks,
-        lengths=write_slots(table.lengths, slots, starts + 1),
-        last_token=write_slots(table.last_token, slots, sampled.tokens.reshape(slots.shape)),
-    )
-    return StepOutput(sampled, None), StepState(cache, table)
+    return StepOutput(sampled, None), StepState(cache, _advanced(table, blocks, slots, starts + 1, sampled.tokens))
 
 
 def prefill_step(
@@ -89,7 +84,7 @@ def prefill_step(
         lengths=jnp.where(active, column["num_new_tokens"], 0),
         starts=starts,
         slots=slots,
-        tables=read_slots(blocks, slots)[:, :, : bucket.width],
+        tables=read_pool(blocks, slots)[:, :, : bucket.width],
     )
     hidden, cache = model.advance(params, cache, batch)
     last = jnp.maximum(batch.lengths.reshape(-1) - 1, 0)[:, None, None]
@@ -104,13 +99,17 @@ def prefill_step(
             lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
         ),
     )
-    table = dataclasses.replace(
+    return output, StepState(cache, _advanced(table, blocks, slots, ends, output.sampled.tokens))
+
+
+def _advanced(table: SlotTable, blocks: Array, slots: Array, ends: Array, tokens: Array) -> SlotTable:
+    """The slot table after a step: block tables, and the rows' new lengths and last tokens."""
+    return dataclasses.replace(
         table,
         blocks=blocks,
-        lengths=write_slots(table.lengths, slots, ends),
-        last_token=write_slots(table.last_token, slots, output.sampled.tokens.reshape(slots.shape)),
+        lengths=write_pool(table.lengths, (slots,), ends),
+        last_token=write_pool(table.last_token, (slots,), tokens.reshape(slots.shape)),
     )
-    return output, StepState(cache, table)
 
 
 def _sample(model: StepModel, logits: Array, rows: SamplingRows, wants_top: Array) -> Sampled:
@@ -130,12 +129,12 @@ def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) 
     nothing = jnp.full((*slots.shape, table.blocks.shape[2]), no_block, jnp.int32)
     return dataclasses.replace(
         table,
-        blocks=write_slots(table.blocks, starting, nothing),
-        temperature=write_slots(table.temperature, slots, column["temperature"]),
-        top_p=write_slots(table.top_p, slots, column["top_p"]),
-        top_k=write_slots(table.top_k, slots, column["top_k"]),
-        greedy=write_slots(table.greedy, slots, column["greedy"] != 0),
-        seed=write_slots(table.seed, slots, jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)),
+        blocks=write_pool(table.blocks, (starting,), nothing),
+        temperature=write_pool(table.temperature, (slots,), column["temperature"]),
+        top_p=write_pool(table.top_p, (slots,), column["top_p"]),
+        top_k=write_pool(table.top_k, (slots,), column["top_k"]),
+        greedy=write_pool(table.greedy, (slots,), column["greedy"] != 0),
+        seed=write_pool(table.seed, (slots,), jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)),
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.formats import unpack_fp4_kv
+from deepinfer_jax.kernels.pools import read_pool
 
 
 class PackedEntries(NamedTuple):
@@ -53,20 +54,11 @@ def page_size(entries: PagedEntries) -> int:
 def unpack_entries(entries: Entries, dtype: DTypeLike) -> jax.Array:
     """All entries as `dtype` [batch, ..., dim]; exact for bfloat16 and float32 (model.md §2.4)."""
     if isinstance(entries, PagedEntries):
-        pages = unpack_entries(jax.tree.map(lambda pool: gather_pages(pool, entries.tables), entries.pages), dtype)
+        pages = unpack_entries(jax.tree.map(lambda pool: read_pool(pool, entries.tables), entries.pages), dtype)
         return pages.reshape(-1, entry_count(entries), pages.shape[-1])
     if isinstance(entries, PackedEntries):
         return unpack_fp4_kv(entries.codes, entries.scales, dtype)
     return entries.astype(dtype)
-
-
-def gather_pages(pool: jax.Array, tables: jax.Array) -> jax.Array:
-    """Whole pages of pool [data, pages, ...] by tables int32 [data, rows, width] -> [data, rows, width, ...].
-
-    Numbers out of range read some page. Each part of the data axis reads its own pool only, so that no part of it
-    moves when the axis is spread over devices.
-    """
-    return jax.vmap(lambda pages, table: pages.at[table].get(mode="clip"))(pool, tables)
 
 
 def take_entries(entries: Entries, numbers: jax.Array) -> jax.Array | PackedEntries:
@@ -77,8 +69,7 @@ def take_entries(entries: Entries, numbers: jax.Array) -> jax.Array | PackedEntr
     places = physical_entries(entries, numbers).reshape(entries.tables.shape[0], -1)
 
     def take(pool: jax.Array) -> jax.Array:
-        rows = jax.vmap(lambda pages, place: pages.at[place].get(mode="clip"))(flat_pages(pool), places)
-        return rows.reshape(*numbers.shape, *pool.shape[3:])
+        return read_pool(flat_pages(pool), places).reshape(*numbers.shape, *pool.shape[3:])
 
     taken = jax.tree.map(take, entries.pages)
     return taken
