@@ -10,10 +10,13 @@ from jax.sharding import AbstractMesh, Mesh
 from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.kernels.experts.reference import LARGEST_TILE
+from deepinfer_jax.kernels.sparse_attention.reference import TILE_ROWS
 from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
 from deepinfer_jax.paged_cache import state_specs
+from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.sharding import DATA, EXPERT, param_sharding, placed_shape
 
 SLOT_TABLE_BYTES = 5 * 4 + 1 + 8
@@ -28,9 +31,6 @@ _STATE_NAMES = {
     "ngrams": "n-gram tails",
     "draft_windows": "draft window rings",
 }
-_LARGEST_TILE = 64  # rows of an expert's tile
-_ATTENTION_TILE = 32  # query rows of an attention tile
-_PREFILL_ROWS = 8  # most sequences of a prefill step
 
 
 def checkpoint_bytes(config: ModelConfig) -> int:
@@ -134,10 +134,10 @@ def temporary_bytes(
 
     def step(tokens: int, sequences: int) -> int:
         seen = text.sliding_window + text.index_topk
-        gathered = min(tokens, _ATTENTION_TILE * sequences) * seen * text.head_dim * (b + 4)
+        gathered = min(tokens, TILE_ROWS * sequences) * seen * text.head_dim * (b + 4)
         attention = tokens * text.num_attention_heads * text.head_dim * (2 * b + 4) + gathered
         pairs = tokens * text.num_experts_per_tok
-        rows = pairs + _LARGEST_TILE * min(pairs, text.n_routed_experts)
+        rows = pairs + LARGEST_TILE * min(pairs, text.n_routed_experts)
         experts = rows * text.hidden_size * 2 * b + 3 * text.moe_intermediate_size * text.hidden_size * 4
         scored = min(tokens * entries, max(SCORE_BYTES // 4, sequences * entries))
         products = min(PRODUCT_BYTES, scored * text.index_n_heads * 4)
@@ -147,5 +147,5 @@ def temporary_bytes(
         streams = tokens * text.hc_mult * text.hidden_size * (2 * b + 4)
         return streams + candidates + max(attention, experts, scores, sampled)
 
-    prefill_rows = min(prefill_tokens, decode_rows, _PREFILL_ROWS)
+    prefill_rows = min(prefill_tokens, decode_rows, MAX_PREFILL_ROWS)
     return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, prefill_rows))

@@ -1,7 +1,6 @@
 """`deepinfer-jax plan`: the memory plan of an engine, as text and as JSON."""
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -10,8 +9,9 @@ import jax
 from deepinfer_jax.compiled_memory import compiled_temporaries
 from deepinfer_jax.config import load_config
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.loading import engine_plan
 from deepinfer_jax.environment_report import aligned
-from deepinfer_jax.memory import MemoryPlan, device_memory, format_bytes, plan_memory
+from deepinfer_jax.memory import MemoryPlan, device_memory, format_bytes
 
 _PLATFORMS = ("gpu", "tpu", "cpu")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -51,19 +51,8 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
     config = load_config(args.model)
     here = jax.default_backend()
     platform = platform or (here if memory is None else "gpu")
-    planner = functools.partial(
-        plan_memory,
-        config,
-        precision=args.precision,
-        platform=platform,
-        data_parallel_size=args.data_parallel_size,
-        expert_parallel_size=args.expert_parallel_size,
-        memory=device_memory(jax.local_devices()[0]) if memory is None else memory,
-        utilization=args.gpu_memory_utilization,
-        max_num_seqs=args.max_num_seqs,
-        tokens_per_block=args.tokens_per_block,
-    )
-    plan = planner(max_model_len=args.max_model_len)
+    memory = device_memory(jax.local_devices()[0]) if memory is None else memory
+    plan = engine_plan(config, args, platform=platform, memory=memory)
     if not compile_programs or plan.problem:
         return plan
     if platform != here or args.num_devices > 1:
@@ -71,7 +60,9 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
             f"--compile measures the programs of one {here} device, which is what this machine has; the plan is of "
             f"{args.num_devices} {platform} device(s): leave --compile out, or give --devices 1 and --platform {here}"
         )
-    return planner(max_model_len=plan.max_model_len, temporaries=compiled_temporaries(config, plan, args))
+    planned = dataclasses.replace(args, max_model_len=plan.max_model_len)
+    temporaries = compiled_temporaries(config, plan, args)
+    return engine_plan(config, planned, platform=platform, memory=memory, temporaries=temporaries)
 
 
 def plan_json(plan: MemoryPlan) -> dict[str, Any]:

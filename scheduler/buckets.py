@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MAX_PREFILL_ROWS = 8
+"""Most sequences of a prefill step, per data index."""
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -84,7 +87,7 @@ def bucket_table(
         )
     long, short = (
         _prefill_shape(1, max_prefill_tokens, max_chunk),
-        _prefill_shape(min(8, max_num_seqs), max_prefill_tokens, max_chunk),
+        _prefill_shape(min(MAX_PREFILL_ROWS, max_num_seqs), max_prefill_tokens, max_chunk),
     )
     if max_programs >= 4:
         shapes = sorted({long, short})

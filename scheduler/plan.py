@@ -26,20 +26,16 @@ def blocks_per_decode(tokens_per_block: int, num_drafts: int) -> int:
     return blocks_for(1 + num_drafts, tokens_per_block)
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeStep:
-    """One step of sequences whose prompt is computed: the last token and the drafts of each.
-
-    Where a sequence is in its text only the device knows while steps are in flight. Its block table then reaches as
-    far as any outcome of them can need. It stops at the longest text that the sequence may reach: rows of drafts
-    beyond that have no block, their writes must be dropped and their results mean nothing.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """What the device needs of any step.
 
     Attributes:
         bucket: the program.
-        sequences: the rows, oldest first.
+        sequences: the rows.
         data_index, row, slots: int32 [n], where each is.
         first_new_block: int32 [n], index in the sequence's block table of its first new block.
-        new_blocks: int32 [n, blocks_per_decode(...)], the blocks that the table has grown by, padded with -1.
+        new_blocks: int32 [n, k], the blocks that the table has grown by, padded with -1.
         dropped: sequences that lost their place since; `update` passes over their rows.
     """
 
@@ -53,31 +49,33 @@ class DecodeStep:
     dropped: set[Sequence] = field(default_factory=set)
 
 
-@dataclass(frozen=True, eq=False)
-class PrefillStep:
-    """One chunk each of sequences whose prompt (and output, after a preemption) is not yet in the cache.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodeStep(Step):
+    """One step of sequences whose prompt is computed, oldest first: the last token and the drafts of each. At most
+    blocks_per_decode(...) new blocks each.
+
+    Where a sequence is in its text only the device knows while steps are in flight. Its block table then reaches as
+    far as any outcome of them can need. It stops at the longest text that the sequence may reach: rows of drafts
+    beyond that have no block, their writes must be dropped and their results mean nothing.
+    """
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefillStep(Step):
+    """One chunk each of sequences whose prompt (and output, after a preemption) is not yet in the cache. At most
+    ceil(bucket.time / tokens_per_block) new blocks each.
 
     Attributes:
-        bucket, sequences, data_index, row, slots, first_new_block, dropped: as in DecodeStep.
-        new_blocks: int32 [n, ceil(bucket.time / tokens_per_block)], padded with -1.
         starts: int32 [n], tokens of the sequence that earlier chunks compute; 0 empties the slot.
         num_new_tokens: int32 [n], at least 1.
         tokens: int32 [n, bucket.time], padded with 0 on the right.
         completes: bool [n], the chunk reaches the sequence's last token, so its sample counts.
     """
 
-    bucket: Bucket
-    sequences: list[Sequence]
-    data_index: Int32Array
-    row: Int32Array
-    slots: Int32Array
-    first_new_block: Int32Array
-    new_blocks: Int32Array
     starts: Int32Array
     num_new_tokens: Int32Array
     tokens: Int32Array
     completes: npt.NDArray[np.bool_]
-    dropped: set[Sequence] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,10 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"config.json has eos_token_id {config.eos_token_id}"
         )
     devices = engine_devices(args)
-    plan = _plan(config, args, devices)
+    platform = devices[0].platform
+    plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]), drafts=num_drafts())
+    if plan.problem:
+        raise ValueError(f"{args.model}: {plan.problem}")
     limits = args.limits(
         config.text.max_position_embeddings,
         max_len_in_memory=plan.max_model_len,
@@ -81,7 +84,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         params = load_params(args.model, config, precision=args.precision, mesh=mesh)
     buckets = step_buckets(
         limits,
-        most_prefill_tokens=prefill_tokens(devices[0].platform),
+        most_prefill_tokens=prefill_tokens(platform),
         max_programs=_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS,
     )
     # XLA cannot spread a Pallas kernel over a mesh by itself; plain XLA it can.
@@ -176,28 +179,34 @@ def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs
     )
 
 
-def _plan(config: ModelConfig, args: EngineArgs, devices: list[jax.Device]) -> MemoryPlan:
-    """What memory allows; ValueError, with the numbers, if the weights and one sequence do not fit."""
+def engine_plan(
+    config: ModelConfig,
+    args: EngineArgs,
+    *,
+    platform: str,
+    memory: int,
+    drafts: int = 0,
+    temporaries: int | None = None,
+) -> MemoryPlan:
+    """The memory plan of the engine that `args` ask for; see `plan_memory`."""
     whole_prompt = args.max_model_len or config.text.max_position_embeddings
-    plan = plan_memory(
+    return plan_memory(
         config,
         precision=args.precision,
-        platform=devices[0].platform,
+        platform=platform,
         data_parallel_size=args.data_parallel_size,
         expert_parallel_size=args.expert_parallel_size,
-        memory=device_memory(devices[0]),
+        memory=memory,
         utilization=args.gpu_memory_utilization,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
-        max_prefill_tokens=prefill_tokens(devices[0].platform) if args.chunked_prefill else whole_prompt,
+        max_prefill_tokens=prefill_tokens(platform) if args.chunked_prefill else whole_prompt,
         tokens_per_block=args.tokens_per_block,
         packed=args.kv_cache_format == "packed",
-        num_drafts=num_drafts(),
+        num_drafts=drafts,
         num_blocks=args.num_kv_blocks,
+        temporaries=temporaries,
     )
-    if plan.problem:
-        raise ValueError(f"{args.model}: {plan.problem}")
-    return plan
 
 
 def engine_mesh(args: EngineArgs, devices: list[jax.Device]) -> Mesh | None:

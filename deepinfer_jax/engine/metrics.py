@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from deepinfer_jax.engine.stats import PHASES
+
 # Metric name, meaning, key of `LLMEngine.stats()`.
 _GAUGES = (
     ("deepinfer_num_requests_running", "Requests that hold a slot.", "num_running"),
@@ -33,7 +35,6 @@ _SUMMARIES = (
     ("deepinfer_request_queue_time_seconds", "Arrival to first launch.", "queue_time"),
     ("deepinfer_time_to_first_token_seconds", "Arrival to first output token.", "ttft"),
 )
-_PHASES = ("schedule", "launch", "wait", "process")
 _LABEL = ["model_name"]
 
 
@@ -78,6 +79,6 @@ class EngineCollector(Collector):
         seconds = CounterMetricFamily(
             "deepinfer_engine_seconds", "Host time by phase of a step.", labels=[*_LABEL, "phase"]
         )
-        for phase in _PHASES:
+        for phase in PHASES:
             seconds.add_metric([*model, phase], stats[f"{phase}_seconds"])
         yield seconds

@@ -3,11 +3,12 @@
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal["schedule", "launch", "wait", "process"]
 """schedule: planning a step; launch: packing it and handing it to the device; wait: until its results are there;
 process: results to sequences and outputs."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # Rates and latencies are of the latest so many iterations and requests.
 _WINDOW = 1000
@@ -59,7 +60,7 @@ class EngineStats:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        self.seconds: dict[Phase, float] = {"schedule": 0.0, "launch": 0.0, "wait": 0.0, "process": 0.0}
+        self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self.queue = _Latency()
         self.first_token = _Latency()
         self._window: deque[_Step] = deque(maxlen=_WINDOW)
@@ -98,17 +99,13 @@ class EngineStats:
             "ttft_max": self.first_token.maximum,
             "ttft_sum": self.first_token.total,
             "ttft_count": self.first_token.count,
-            "schedule_seconds": self.seconds["schedule"],
-            "launch_seconds": self.seconds["launch"],
-            "wait_seconds": self.seconds["wait"],
-            "process_seconds": self.seconds["process"],
-        }
+        } | {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
 
 
 def log_line(stats: Mapping[str, Any]) -> str:
     """One line for the log from `LLMEngine.stats()`, in the order of DeepInfer's (DB §14.1)."""
-    busy = sum(stats[f"{phase}_seconds"] for phase in ("schedule", "launch", "wait", "process")) or 1.0
-    split = ", ".join(f"{p} {stats[f'{p}_seconds'] / busy:.0%}" for p in ("schedule", "launch", "wait", "process"))
+    busy = sum(stats[f"{phase}_seconds"] for phase in PHASES) or 1.0
+    split = ", ".join(f"{p} {stats[f'{p}_seconds'] / busy:.0%}" for p in PHASES)
     return (
         f"step {stats['num_steps']}: prompt {stats['prompt_throughput']:.0f} tokens/s, "
         f"output {stats['generation_throughput']:.0f} tokens/s, "

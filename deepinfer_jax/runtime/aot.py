@@ -8,19 +8,14 @@ for a second one. It says nothing about results or speed.
 """
 
 import argparse
-import functools
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
-from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import parse_config
 from deepinfer_jax.kernels.aot import (
     GPUS,
@@ -34,35 +29,19 @@ from deepinfer_jax.kernels.aot import (
 )
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.paged_cache import CacheShape, PagedCache
-from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.step_input import decode_width, prefill_width
-from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
+from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
 
 # Primes, so that no other array has a pool's number of elements; sequences of 64 blocks of 128 tokens.
 SHAPE = CacheShape(data=1, slots=67, blocks=4099, tokens_per_block=128)
-BUCKETS = {"decode": Bucket(rows=64, time=1, width=64), "prefill": Bucket(rows=4, time=512, width=64)}
+BUCKETS: dict[Kind, Bucket] = {
+    "decode": Bucket(rows=64, time=1, width=64),
+    "prefill": Bucket(rows=4, time=512, width=64),
+}
 
 _HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32"}
 _COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
-
-
-def step_program(
-    model: TextModel, shape: CacheShape, bucket: Bucket, platform: str
-) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
-    """A step program and its abstract arguments (parameters, state, host input), of which it donates the second.
-
-    Args:
-        bucket: of a decode program if its time is 1, else of a prefill program.
-        platform: of the devices that hold the parameters.
-    """
-    draw = functools.partial(init_params, model.config, precision=model.precision, platform=platform)
-    params = jax.eval_shape(draw, jax.random.key(0))
-    state = jax.eval_shape(lambda: StepState(model.init_cache(shape, None), init_slot_table(shape, bucket.width)))
-    step, width = (decode_step, decode_width) if bucket.time == 1 else (prefill_step, prefill_width)
-    host_input = jax.ShapeDtypeStruct((1, bucket.rows, width(bucket, shape.tokens_per_block)), np.int32)
-    return functools.partial(step, model, shape, bucket), (params, state, host_input)
 
 
 def copied_pools(compiled: str, cache: PagedCache) -> list[str]:
@@ -81,7 +60,7 @@ def copied_pools(compiled: str, cache: PagedCache) -> list[str]:
     return found
 
 
-def compile_step_for(gpu: Gpu, config_file: str, kind: str) -> dict[str, float]:
+def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]:
     """Compile one program in this process: {"seconds", "temp_bytes"}.
 
     Raises:
@@ -90,7 +69,7 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: str) -> dict[str, float]:
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
-    program, arguments = step_program(model, SHAPE, BUCKETS[kind], "gpu")
+    program, arguments = step_program(model, kind, SHAPE, BUCKETS[kind], "gpu")
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
     text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache
     if kind == "decode" and TRITON_CALL not in text:

@@ -3,10 +3,9 @@
 import functools
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,15 +15,14 @@ from tqdm import tqdm
 
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.step_input import decode_width, pack_decode, pack_prefill, prefill_width
-from deepinfer_jax.runtime.steps import StepOutput, StepState, decode_step, prefill_step
+from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
+from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
+from deepinfer_jax.runtime.steps import StepOutput, StepState
 from deepinfer_jax.runtime.text_model import StepModel
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.sharding import over_data
 
 logger = logging.getLogger(__name__)
-
-Kind = Literal["prefill", "decode"]
 
 _COMPILER_THREADS = 4
 
@@ -54,8 +52,7 @@ def compile_step(
     Engines of one process share programs: a model with equal configuration and arrays of equal kind is compiled once.
     """
     logger.info("compiling the %s program of %s", kind, bucket)
-    program: Callable[..., Any] = prefill_step if kind == "prefill" else decode_step
-    step = jax.jit(functools.partial(program, model, shape, bucket), donate_argnums=1)
+    step = jax.jit(program_of(model, kind, shape, bucket), donate_argnums=1)
     return step.lower(params.tree(), state.tree(), packed.tree()).compile()
 
 
@@ -167,7 +164,9 @@ class Runner:
         params, state = _spec(self._params), _spec(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
-            host_input = jax.ShapeDtypeStruct(self._packed_shape(kind, bucket), np.int32, sharding=self._placement)
+            host_input = jax.ShapeDtypeStruct(
+                host_input_shape(kind, self._shape, bucket), np.int32, sharding=self._placement
+            )
             packed = Spec(jax.tree.structure(0), (host_input,))
             return compile_step(self._model, kind, self._shape, bucket, params, state, packed)
 
@@ -218,7 +217,3 @@ class Runner:
         )
         step_in_flight.start_copies()
         return step_in_flight
-
-    def _packed_shape(self, kind: Kind, bucket: Bucket) -> tuple[int, int, int]:
-        width = (decode_width if kind == "decode" else prefill_width)(bucket, self._shape.tokens_per_block)
-        return self._shape.data, bucket.rows, width

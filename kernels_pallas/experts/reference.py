@@ -22,7 +22,7 @@ Array = jax.Array
 
 _DENSE_WASTE = 4  # experts computed for each one picked, up to which the dense products win on CPU
 _FEW_PAIRS = 64  # pairs up to which one product after the other beats tiles with empty places
-_SMALLEST_TILE, _LARGEST_TILE = 16, 64
+_SMALLEST_TILE, LARGEST_TILE = 16, 64
 
 
 def swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
@@ -175,7 +175,7 @@ def _tiled(
 def _tile_rows(pairs: int, experts: int) -> int:
     """Rows per tile: about what an expert gets, between what a product needs to be efficient and what padding costs."""
     average = max(pairs // experts, 1)
-    return min(max(1 << (average.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
+    return min(max(1 << (average.bit_length() - 1), _SMALLEST_TILE), LARGEST_TILE)
 
 
 def _expert(

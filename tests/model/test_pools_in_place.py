@@ -7,17 +7,18 @@ from small import small_config
 
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
-from deepinfer_jax.runtime.aot import copied_pools, step_program
+from deepinfer_jax.runtime.aot import copied_pools
+from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
 
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
 
-@pytest.mark.parametrize("bucket", [Bucket(4, 1, 8), Bucket(2, 40, 8)], ids=["decode", "prefill"])
-def test_no_pool_is_copied(bucket: Bucket) -> None:
+@pytest.mark.parametrize(("kind", "bucket"), [("decode", Bucket(4, 1, 8)), ("prefill", Bucket(2, 40, 8))])
+def test_no_pool_is_copied(kind: Kind, bucket: Bucket) -> None:
     model = TextModel(small_config(), "reference", KernelChoice())
-    program, arguments = step_program(model, SHAPE, bucket, "cpu")
+    program, arguments = step_program(model, kind, SHAPE, bucket, "cpu")
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
     assert compiled is not None and "u8[1,11,16,64]" in compiled  # a ring: 11 slots of 16 keys of 64 channels
     assert copied_pools(compiled, arguments[1].cache) == []

@@ -1,0 +1,47 @@
+"""Which program runs a step of either kind, and what it takes, from shapes alone."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from deepinfer_jax.checkpoint.init import init_params
+from deepinfer_jax.paged_cache import CacheShape
+from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.step_input import decode_width, prefill_width
+from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
+from deepinfer_jax.runtime.text_model import StepModel, TextModel
+from deepinfer_jax.scheduler import Bucket
+
+Kind = Literal["prefill", "decode"]
+
+
+def program_of(model: StepModel, kind: Kind, shape: CacheShape, bucket: Bucket) -> Callable[..., Any]:
+    """The function (parameters, state, host input) of a bucket; the state is to be donated."""
+    step = prefill_step if kind == "prefill" else decode_step
+    return functools.partial(step, model, shape, bucket)
+
+
+def host_input_shape(kind: Kind, shape: CacheShape, bucket: Bucket) -> tuple[int, int, int]:
+    """Shape of the packed int32 array that the host hands over."""
+    width = prefill_width if kind == "prefill" else decode_width
+    return shape.data, bucket.rows, width(bucket, shape.tokens_per_block)
+
+
+def step_program(
+    model: TextModel, kind: Kind, shape: CacheShape, bucket: Bucket, platform: str
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
+    """A step program and its abstract arguments (parameters, state, host input), of which it donates the second.
+
+    The block tables are as wide as the bucket.
+
+    Args:
+        platform: of the devices that hold the parameters.
+    """
+    draw = functools.partial(init_params, model.config, precision=model.precision, platform=platform)
+    params = jax.eval_shape(draw, jax.random.key(0))
+    state = jax.eval_shape(lambda: StepState(model.init_cache(shape, None), init_slot_table(shape, bucket.width)))
+    host_input = jax.ShapeDtypeStruct(host_input_shape(kind, shape, bucket), np.int32)
+    return program_of(model, kind, shape, bucket), (params, state, host_input)
