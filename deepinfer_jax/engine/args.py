@@ -55,6 +55,7 @@ class EngineLimits:
         num_drafts: tokens drafted per step.
         chunked_prefill: whether a prompt may run in pieces.
         zero_overhead_scheduling: whether the next step is launched before the results of the last are read.
+        keep_tokens: how many last tokens of a prompt the consumer layers run on (bounded replay, DB §9); None: all.
     """
 
     max_model_len: int
@@ -67,6 +68,7 @@ class EngineLimits:
     num_drafts: int = 0
     chunked_prefill: bool = True
     zero_overhead_scheduling: bool = True
+    keep_tokens: int | None = None
 
     @property
     def seqs_per_index(self) -> int:

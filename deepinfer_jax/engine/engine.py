@@ -273,7 +273,8 @@ class LLMEngine:
         """Hands the steps of a plan to the device, which runs them in this order."""
         start = time.perf_counter()
         if plan.prefill is not None:
-            self._in_flight.append(self._runner.prefill(plan.prefill, prefill_columns(plan.prefill)))
+            columns = prefill_columns(plan.prefill, self.limits.keep_tokens)
+            self._in_flight.append(self._runner.prefill(plan.prefill, columns))
             self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
             for sequence in plan.prefill.sequences:
                 if not sequence.request.launched:

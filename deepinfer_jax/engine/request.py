@@ -46,10 +46,14 @@ def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> Sampl
     return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})
 
 
-def prefill_columns(step: PrefillStep) -> dict[str, npt.NDArray[Any]]:
+def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[str, npt.NDArray[Any]]:
     """What each row of a prefill samples by, arrays [rows]; the device keeps it for the decode steps that follow.
 
-    next_token is the prompt's token after the new ones: the target of the last new token's log-probability.
+    next_token is the prompt's token after the new ones: the target of the last new token's log-probability. kept_from
+    counts from the end of the sequence as it is now, after a preemption with its output.
+
+    Arguments:
+        keep_tokens: `EngineLimits.keep_tokens`.
     """
     requests: list[Request] = [sequence.request for sequence in step.sequences]
     params = [request.params for request in requests]
@@ -73,6 +77,9 @@ def prefill_columns(step: PrefillStep) -> dict[str, npt.NDArray[Any]]:
         "wants_top": step.completes & np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
         "wants_prompt_logprobs": np.asarray(
             [p.prompt_logprobs and s.output_len == 0 and s.prompt_len > 1 for s, p, _ in rows], np.bool_
+        ),
+        "kept_from": np.asarray(
+            [0 if keep_tokens is None else max(len(s) - keep_tokens, 0) for s in step.sequences], np.int32
         ),
     }
 

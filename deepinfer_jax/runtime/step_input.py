@@ -12,7 +12,7 @@ from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for,
 
 # One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
 # words travel as their bits. next_token is the prompt's token after the new ones: the target of the last new token's
-# log-probability.
+# log-probability; kept_from is that of `StepBatch`.
 DECODE_COLUMNS = ("slot", "forced", "wants_top", "first_new_block")
 PREFILL_COLUMNS = (
     "slot",
@@ -30,6 +30,7 @@ PREFILL_COLUMNS = (
     "banned",
     "next_token",
     "wants_prompt_logprobs",
+    "kept_from",
 )
 _FLOATS = ("temperature", "top_p")
 _WORDS = ("seed_low", "seed_high")

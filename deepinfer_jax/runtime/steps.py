@@ -38,7 +38,8 @@ class StepOutput(NamedTuple):
         sampled: the token after each row's last new token; meaningless in idle rows and unfinished prompts. The top
             lists are zeros unless some row wants one.
         prompt_logprobs: float32 [rows, time]: entry j belongs to the token after new token j, under the row's
-            processed distribution there (DB §7.7); zeros unless some row wants them; None of a decode step.
+            processed distribution there (DB §7.7); zeros unless some row wants them; None of a decode step, and where
+            the model gives the hidden states of a prompt's end only (`Advanced`).
     """
 
     sampled: Sampled
@@ -62,7 +63,7 @@ def decode_step(
         slots=slots,
         tables=read_pool(blocks, slots)[:, :, : bucket.width],
     )
-    hidden, cache = model.advance(params, cache, batch)
+    hidden, _, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
     rows = sampling_rows(table, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
     sampled = _sample(model, logits, rows, column["wants_top"])
@@ -85,20 +86,21 @@ def prefill_step(
         starts=starts,
         slots=slots,
         tables=read_pool(blocks, slots)[:, :, : bucket.width],
+        kept_from=column["kept_from"],
     )
-    hidden, cache = model.advance(params, cache, batch)
-    last = jnp.maximum(batch.lengths.reshape(-1) - 1, 0)[:, None, None]
+    hidden, lengths, cache = model.advance(params, cache, batch)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
     ends = starts + batch.lengths
     rows = sampling_rows(table, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
-    output = StepOutput(
-        sampled=_sample(model, logits, rows, column["wants_top"]),
-        prompt_logprobs=jax.lax.cond(
+    prompt_logprobs = None
+    if hidden.shape[1] == bucket.time:
+        prompt_logprobs = jax.lax.cond(
             jnp.any(column["wants_prompt_logprobs"] > 0),
             lambda: _prompt_logprobs(model, params, hidden, batch, rows, column["next_token"].reshape(-1)),
             lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
-        ),
-    )
+        )
+    output = StepOutput(_sample(model, logits, rows, column["wants_top"]), prompt_logprobs)
     return output, StepState(cache, _advanced(table, blocks, slots, ends, output.sampled.tokens))
 
 

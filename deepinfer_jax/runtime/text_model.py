@@ -25,6 +25,8 @@ class StepBatch(NamedTuple):
         starts: tokens of the sequence that the cache holds already. int32 [data, rows].
         slots: int32 [data, rows]; an idle row has the number of slots.
         tables: blocks in order of position, the number of blocks where there is none. int32 [data, rows, width].
+        kept_from: the first position that the windows of consumer layers may see under bounded replay (DB §9), 0: all.
+            int32 [data, rows]; None of a decode step, which it leaves alone.
     """
 
     tokens: Array
@@ -32,6 +34,21 @@ class StepBatch(NamedTuple):
     starts: Array
     slots: Array
     tables: Array
+    kept_from: Array | None = None
+
+
+class Advanced(NamedTuple):
+    """What a step made of its rows; data · rows of them.
+
+    Attributes:
+        hidden: what the head reads, of each row's last `lengths` new tokens, t ≤ time. [data · rows, t, hidden].
+        lengths: 0 where a row has none; what stands there then is finite all the same. int32 [data · rows].
+        cache: the pools after the step.
+    """
+
+    hidden: Array
+    lengths: Array
+    cache: Any
 
 
 class StepModel(Protocol):
@@ -49,8 +66,8 @@ class StepModel(Protocol):
     def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Any:
         """Pools of this shape; every array leads with the data axis, spread over the mesh's `data`."""
 
-    def advance(self, params: Any, cache: Any, batch: StepBatch) -> tuple[Array, Any]:
-        """Runs the new tokens of each row. Returns hidden [data · rows, time, hidden] and the cache.
+    def advance(self, params: Any, cache: Any, batch: StepBatch) -> Advanced:
+        """Runs the new tokens of each row.
 
         A row that starts at 0 finds whatever the last owner of its slot and blocks left there.
         """
@@ -75,14 +92,14 @@ class TextModel:
     def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> PagedCache:
         return init_paged_cache(self.config, shape, precision=self.precision, packed=self.packed, mesh=mesh)
 
-    def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> tuple[Array, PagedCache]:
+    def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> Advanced:
         arith = arithmetic(self.config, self.precision)
         time = batch.tokens.shape[2]
         rows = batch.tables, batch.slots, batch.starts, batch.lengths
         view = PagedView(cache, *rows, time, self.config, arith, in_order=self.batch_invariant)
         tokens = batch.tokens.reshape(-1, time)
         hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels)
-        return hidden, view.finish()
+        return Advanced(hidden, view.lengths, view.finish())
 
     def logits(self, params: Params, hidden: Array) -> Array:
         return compute_logits(params, hidden, self.kernels)

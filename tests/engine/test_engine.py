@@ -168,20 +168,22 @@ def test_a_prompt_that_is_computed_again_has_the_rules_of_its_next_output() -> N
     sequence = engine.add_request("u", "r", params, [4, 5, 6])
     assert sequence is not None
 
-    def columns(start: int, count: int) -> dict[str, Any]:
+    def columns(start: int, count: int, keep_tokens: int | None = None) -> dict[str, Any]:
         step: Any = SimpleNamespace(
             sequences=[sequence],
             starts=np.asarray([start]),
             num_new_tokens=np.asarray([count]),
             completes=np.asarray([start + count == len(sequence)]),
         )
-        return {name: column.item() for name, column in prefill_columns(step).items()}
+        return {name: column.item() for name, column in prefill_columns(step, keep_tokens).items()}
 
     first = columns(0, 2)
     assert (first["banned"], first["forced"], first["next_token"], first["wants_prompt_logprobs"]) == (EOS, 5, 6, True)
     sequence.output_token_ids += [5, 6]
     again = columns(0, 5)
     assert (again["banned"], again["forced"], again["next_token"], again["wants_prompt_logprobs"]) == (-1, 7, 0, False)
+    # Bounded replay counts from the end of what is computed again.
+    assert [columns(0, 5, keep)["kept_from"] for keep in (None, 2, 5, 6)] == [0, 3, 0, 0]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

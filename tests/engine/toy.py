@@ -34,7 +34,7 @@ from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import StepBatch
+from deepinfer_jax.runtime.text_model import Advanced, StepBatch
 from deepinfer_jax.sampling import SamplingRows, sample
 
 VOCAB = 64
@@ -68,7 +68,7 @@ class ToyModel:
         placement = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
         return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32, device=placement)
 
-    def advance(self, params: Array, cache: Array, batch: StepBatch) -> tuple[Array, Array]:
+    def advance(self, params: Array, cache: Array, batch: StepBatch) -> Advanced:
         data, blocks, tokens_per_block = cache.shape
         rows, time = batch.tokens.shape[1:]
         offsets = jnp.arange(time)
@@ -83,7 +83,7 @@ class ToyModel:
             lambda state, token: (next_state(state, token),) * 2, jnp.zeros(data * rows, jnp.int32), histories.T
         )
         hidden = jnp.take_along_axis(states.T, positions.reshape(data * rows, time), axis=1, mode="clip")
-        return hidden[..., None].astype(jnp.float32), cache
+        return Advanced(hidden[..., None].astype(jnp.float32), batch.lengths.reshape(-1), cache)
 
     def logits(self, params: Array, hidden: Array) -> Array:
         return params[hidden[..., 0].astype(jnp.int32)]

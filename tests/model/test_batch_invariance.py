@@ -175,7 +175,7 @@ def test_a_paged_cache_gives_the_bits_of_a_dense_one_at_any_table_width(packed: 
 
     @jax.jit
     def advance(params: Params, cache: Any, batch: StepBatch) -> tuple[jax.Array, jax.Array, Any]:
-        hidden, cache = text_model.advance(params, cache, batch)
+        hidden, _, cache = text_model.advance(params, cache, batch)
         return hidden, text_model.logits(params, hidden), cache
 
     cache = text_model.init_cache(shape, None)
