@@ -7,9 +7,9 @@ scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
 
 from .block_manager import Allocation, BlockManager
 from .buckets import Bucket, BucketTable, bucket_table
-from .plan import DecodeStep, PrefillStep, StepPlan, blocks_for, blocks_per_decode
+from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
-from .sequence import FINISH_REASONS, Sequence, SequenceStatus
+from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
 
 __all__ = [
     "FINISH_REASONS",
@@ -18,7 +18,10 @@ __all__ = [
     "Bucket",
     "BucketTable",
     "DecodeStep",
+    "ImageContent",
+    "Imported",
     "PrefillStep",
+    "Restore",
     "Scheduler",
     "Sequence",
     "SequenceStatus",

@@ -6,6 +6,7 @@ between plans and must not be written to.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,25 @@ def blocks_per_decode(tokens_per_block: int, num_drafts: int) -> int:
     return blocks_for(1 + num_drafts, tokens_per_block)
 
 
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """State that was computed before and is put back into a slot, which it fills whole: state, block table, length.
+
+    Attributes:
+        sequence: whose. Its block table holds the blocks of these tokens first.
+        num_tokens: tokens whose state it is, at least 1.
+        state: uint8 [slot_bytes], what `read_slots` gave for a sequence of these tokens.
+        blocks: None: the blocks are in the pool, and a prefill step goes on from num_tokens in this very plan. Else
+            uint8 [ceil(num_tokens / tokens_per_block), block_bytes], to be written into the first blocks of the block
+            table; decode steps go on, from the next plan on.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    state: Any
+    blocks: Any = None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
     """What the device needs of any step.
@@ -36,6 +56,8 @@ class Step:
         data_index, row, slots: int32 [n], where each is.
         first_new_block: int32 [n], index in the sequence's block table of its first new block.
         new_blocks: int32 [n, k], the blocks that the table has grown by, padded with -1.
+        captures: rows, in ascending order, whose slot is to be read right after the step: the state of their first
+            tokens, a multiple of tokens_per_block, for others to start from. `update` takes what was read.
         dropped: sequences that lost their place since; `update` passes over their rows.
     """
 
@@ -46,6 +68,7 @@ class Step:
     slots: Int32Array
     first_new_block: Int32Array
     new_blocks: Int32Array
+    captures: tuple[int, ...] = ()
     dropped: set[Sequence] = field(default_factory=set)
 
 
@@ -66,7 +89,7 @@ class PrefillStep(Step):
     ceil(bucket.time / tokens_per_block) new blocks each.
 
     Attributes:
-        starts: int32 [n], tokens of the sequence that earlier chunks compute; 0 empties the slot.
+        starts: int32 [n], tokens of the sequence whose state earlier chunks or a restore give; 0 empties the slot.
         num_new_tokens: int32 [n], at least 1.
         tokens: int32 [n, bucket.time], padded with 0 on the right.
         completes: bool [n], the chunk reaches the sequence's last token, so its sample counts.
@@ -80,21 +103,27 @@ class PrefillStep(Step):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What one iteration launches: the prefill step first, then the decode step.
+    """What one iteration launches: the restores, the prefill step, the decode step, in this order.
 
-    No sequence and no block is in both steps.
+    No sequence is in both steps, and no block that one of them writes to.
 
     Attributes:
-        prefill, decode: None where there is nothing to run.
+        prefill, decode: None where there is nothing to run. They are booked by `update`; a plan without them is not.
         ignored: sequences that finished without a token since the last plan: refused, aborted, or preempted and
             stopped. Each is in one plan only.
+        restores: of sequences that start in this plan.
+        discarded_blocks, discarded_slots: by data index, what has lost its meaning since the last plan, this one's
+            own start included. Whoever overwrites it, to see that nobody reads it, does so before the restores.
     """
 
     prefill: PrefillStep | None
     decode: DecodeStep | None
     ignored: tuple[Sequence, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    discarded_blocks: tuple[tuple[int, ...], ...] = ()
+    discarded_slots: tuple[tuple[int, ...], ...] = ()
 
     @property
     def empty(self) -> bool:
         """Nothing is to be launched."""
-        return self.prefill is None and self.decode is None
+        return self.prefill is None and self.decode is None and not self.restores

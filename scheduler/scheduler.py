@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,9 @@ class Scheduler:
         num_drafts: drafts that a decode step verifies per sequence.
         chunked_prefill: whether a prompt may be cut.
         stop_preempted_request: whether preemption ends a request.
+        prefix_caching: whether sequences start from state that earlier ones left.
+        snapshot_budget: bytes of host memory for the slot states that this needs.
+        decodes: False: sequences whose prompt is computed are held, for `hand_over`.
     """
 
     def __init__(
@@ -74,6 +78,9 @@ class Scheduler:
         num_drafts: int = 0,
         chunked_prefill: bool = True,
         stop_preempted_request: bool = False,
+        prefix_caching: bool = False,
+        snapshot_budget: int = 0,
+        decodes: bool = True,
     ) -> None:
         self.buckets = buckets
         self.data_parallel_size = data_parallel_size
@@ -206,6 +213,7 @@ class Scheduler:
         tokens: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         finite: npt.NDArray[np.bool_],
+        states: Collection[Any] = (),
     ) -> list[tuple[int, int]]:
         """Books the results of a step. The plans are booked in their order.
 
@@ -214,6 +222,7 @@ class Scheduler:
             tokens: int32 [n, 1 or more], the tokens that each row gave, in the first `counts` columns.
             counts: int32 [n], 1 … 1 + num_drafts in a decode step, not looked at in a prefill step.
             finite: bool [n], False where the logits were not finite; such a sequence fails alone.
+            states: uint8 [slot_bytes] of each of the step's captures.
 
         Returns (row, number of tokens that the sequence took) of each row that took tokens or failed (0 tokens).
         Raises ValueError for a step that is not of the oldest plan in flight.
@@ -262,6 +271,18 @@ class Scheduler:
                 self._release(sequence)
             self._ignore(sequence, SequenceStatus.FINISHED_ABORTED)
         return len(found), sum(map(len, found))
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Lets go of a sequence whose prompt is computed and booked, and frees what it holds; it is not finished.
+
+        Raises ValueError if it does not run, or a result of it is in flight.
+        """
+        if sequence not in self._holders.running or sequence.num_inflight_steps:
+            raise ValueError(
+                f"request {sequence.request_id} cannot be handed over: its prompt is not computed and booked, or it "
+                "has ended"
+            )
+        self._release(sequence)
 
     def check_idle(self) -> None:
         """Raises AssertionError unless no sequence holds anything and all pools are full."""

@@ -45,6 +45,35 @@ FINISH_REASONS = {
 }
 
 
+@dataclass(frozen=True)
+class ImageContent:
+    """An image of a prompt: its tokens' ids say where it is, not what it shows.
+
+    Attributes:
+        start, stop: its tokens are the positions start … stop - 1.
+        digest: names its content; equal digests mean equal pixels.
+    """
+
+    start: int
+    stop: int
+    digest: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """The device state of a sequence that another engine has begun.
+
+    Attributes:
+        num_tokens: tokens whose state it is: all of prompt and output but the last.
+        state: uint8 [slot_bytes], its slot; opaque here.
+        blocks: uint8 [ceil(num_tokens / tokens_per_block), block_bytes], its blocks in order of position; opaque here.
+    """
+
+    num_tokens: int
+    state: Any
+    blocks: Any
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """The tokens of one request and its progress (DB §5.1).
@@ -71,6 +100,11 @@ class Sequence:
         arrival: its number in the order in which the scheduler got the sequences.
         output_limit: output tokens after which it stops at the latest, by max_tokens or max_model_len.
         request: the engine's own record of the request; opaque here.
+        images: in order of position; part of the key of every block that holds one of their tokens.
+        reuse: whether its start may be taken from what others, or it itself before a preemption, left in the cache.
+        most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
+        num_cached_tokens: so many were, when it first started.
+        imported: the state with which it starts, instead of computing its prompt; None once it has started.
     """
 
     seq_id: int
@@ -94,6 +128,11 @@ class Sequence:
     arrival: int = -1
     output_limit: int = field(init=False)
     request: Any = None
+    images: tuple[ImageContent, ...] = ()
+    reuse: bool = True
+    most_cached_tokens: int | None = None
+    num_cached_tokens: int = 0
+    imported: Imported | None = None
 
     def __post_init__(self) -> None:
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.
