@@ -23,11 +23,11 @@ DEAD = -1
 
 @struct.dataclass
 class OpenGroup:
-    """The last ratio − 1 tokens, which may belong to an unfinished group.
+    """Tokens in order of position, of which the last may belong to an unfinished group.
 
     Attributes:
-        kv: κ, fp32 [batch, ratio - 1, head_dim].
-        gate: γ, fp32 [batch, ratio - 1, head_dim].
+        kv: κ, fp32 [batch, tokens, head_dim].
+        gate: γ, fp32 [batch, tokens, head_dim].
     """
 
     kv: jax.Array
@@ -100,11 +100,8 @@ class View(Protocol):
     def index_keys(self, owner: int) -> IndexKeys:
         """All index keys of a KV source (T1: the owner's, also on steps that complete no group)."""
 
-    def open_group(self, owner: int) -> OpenGroup | None:
-        """The unfinished group of a KV source."""
-
-    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
-        """Stores the group left open after this step."""
+    def extend_open_group(self, owner: int, new: OpenGroup) -> OpenGroup:
+        """Appends this step's tokens of a KV source; returns the last ratio − 1 before them and them."""
 
     def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
         """Appends this step's compressed ids; returns history and new ids, int32 [batch, ngram - 1 + time]."""
@@ -247,7 +244,9 @@ class CacheView:
         if self._time == 1 and not self._in_order:
             # The one new key takes the slot of the only key that it pushes out of the window.
             return self._windows[layer], ring_positions(self.start + self.lengths, self._window), False
-        return *ordered_window(ring, new, self.start, self.positions), True
+        places = positions_before(self.start, self._window) % self._window
+        before = jnp.take_along_axis(ring, places[..., None], axis=1)
+        return *ordered_window(before, new, self.start, self.positions), True
 
     def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
         source = self._owners.index(owner)
@@ -275,17 +274,18 @@ class CacheView:
     def index_keys(self, owner: int) -> DenseIndexKeys:
         return DenseIndexKeys(self._index_keys[self._owners.index(owner)])
 
-    def open_group(self, owner: int) -> OpenGroup | None:
-        return self._open_groups[self._owners.index(owner)]
-
-    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
-        self._open_groups[self._owners.index(owner)] = group
+    def extend_open_group(self, owner: int, new: OpenGroup) -> OpenGroup:
+        source = self._owners.index(owner)
+        before = self._open_groups[source]
+        assert before is not None
+        together = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), before, new)
+        self._open_groups[source] = jax.tree.map(self._last_rows, before, together)
+        return together
 
     def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
         assert self._ngrams is not None
         together = jnp.concatenate([self._ngrams, compressed], axis=1)
-        last = self.lengths[:, None] + jnp.arange(self._ngrams.shape[1], dtype=jnp.int32)
-        self._ngrams = jnp.take_along_axis(together, last, axis=1)
+        self._ngrams = self._last_rows(self._ngrams, together)
         return together
 
     def write_draft_window(self, layer: int, new: jax.Array) -> None:
@@ -303,6 +303,11 @@ class CacheView:
             ngrams=self._ngrams,
             draft_windows=tuple(self._draft_windows),
         )
+
+    def _last_rows(self, before: jax.Array, together: jax.Array) -> jax.Array:
+        """The last of [before | new tokens] after this step, as many as there were before."""
+        last = self.lengths[:, None] + jnp.arange(before.shape[1], dtype=jnp.int32)
+        return jnp.take_along_axis(together, last.reshape(*last.shape, *[1] * (before.ndim - 2)), axis=1)
 
     def _write_ring(self, ring: jax.Array, new: jax.Array) -> jax.Array:
         if self._time == 1:
@@ -330,15 +335,19 @@ def ring_positions(end: jax.Array, window: int) -> jax.Array:
     return jnp.maximum(newest, -1)
 
 
+def positions_before(start: jax.Array, count: int) -> jax.Array:
+    """The positions start − count … start − 1, negative ones included. int32 [batch] -> int32 [batch, count]."""
+    return start[:, None] - count + jnp.arange(count, dtype=jnp.int32)
+
+
 def ordered_window(
-    ring: jax.Array, new: jax.Array, start: jax.Array, positions: jax.Array
+    before: jax.Array, new: jax.Array, start: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """[previous window | new keys] in order of position, and their positions (−1: none).
 
-    ring: [batch, window, dim] before this step; new: [batch, time, dim]; start: int32 [batch], of the first new one;
-    positions: int32 [batch, time], −1 for padding -> [batch, window + time, dim], int32 [batch, window + time].
+    before: [batch, window, dim], of the positions before `start`; new: [batch, time, dim]; start: int32 [batch], of the
+    first new one; positions: int32 [batch, time], −1 for padding -> [batch, window + time, dim], int32 [batch, window +
+    time].
     """
-    window = ring.shape[1]
-    before = start[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    keys = jnp.concatenate([jnp.take_along_axis(ring, (before % window)[..., None], axis=1), new], axis=1)
-    return keys, jnp.concatenate([jnp.maximum(before, -1), positions], axis=1)
+    earlier = jnp.maximum(positions_before(start, before.shape[1]), -1)
+    return jnp.concatenate([before, new], axis=1), jnp.concatenate([earlier, positions], axis=1)

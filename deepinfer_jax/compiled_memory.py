@@ -9,10 +9,10 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.loading import step_buckets
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, prefill_tokens
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket, BucketTable
+from deepinfer_jax.state import CacheShape
 
 
 def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs) -> int:

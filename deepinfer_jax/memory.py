@@ -206,7 +206,7 @@ class _Sizes:
     @functools.cached_property
     def state(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of one block and of one slot, by kind."""
-        return state_bytes(self.config, self.precision, self.tokens_per_block, self.packed)
+        return state_bytes(self.config, self.precision, self.tokens_per_block, self.packed, self.num_drafts)
 
     def blocks(self, length: int) -> int:
         """Blocks of one sequence."""

@@ -88,12 +88,15 @@ def _spec_bytes(spec: ParamSpec, is_stored: bool, mesh: Mesh) -> int:
 
 
 def state_bytes(
-    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool
+    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool, rollback: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one block and of one slot, each by kind. Raises ValueError as `paged_cache.state_specs`."""
+    """Bytes of one block and of one slot, each by kind. rollback: tokens by which a sequence may be shortened.
+
+    Raises ValueError as `paged_cache.state_specs`.
+    """
     sizes: dict[str, Counter[str]] = {"block": Counter(), "slot": Counter()}
     for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
-        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes
+        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(rollback)
     return dict(sizes["block"]), dict(sizes["slot"])
 
 

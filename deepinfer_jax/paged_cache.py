@@ -1,22 +1,19 @@
 """What running sequences keep on the device, in pools (model.md §5.9, Appendix A; design.md §6).
 
-What grows with a sequence (compressed entries, index keys) lies in blocks of `tokens_per_block` tokens, found through
-the sequence's block table; what does not (window rings, open groups, n-gram tails) lies in the sequence's slot. Every
-array leads with the data index, [data, blocks or slots, ...]: each index has pools of its own, so that they can lie
-on devices of their own.
+Compressed entries and index keys grow with a sequence and lie in blocks; window keys, the tokens of open groups and
+n-gram tails lie in its slot, as rings over its last tokens (`state.py`). Every array leads with the data index,
+[data, blocks or slots, ...]: each index has pools of its own, so that they can lie on devices of their own.
 
 Stored packed, a released entry takes 288 bytes, an index key 68, a window row 528; unpacked, each value takes the
 dtype of the arithmetic. Both hold the same numbers, so results are equal bit for bit.
 """
 
 import dataclasses
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from deepinfer_jax.arithmetic import arithmetic
@@ -29,7 +26,7 @@ from deepinfer_jax.kernels.formats import (
 )
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from deepinfer_jax.layer_plan import layer_plans
-from deepinfer_jax.sharding import over_data
+from deepinfer_jax.state import StateSpec
 
 
 class PackedWindow(NamedTuple):
@@ -46,49 +43,18 @@ class PackedIndexKeys(NamedTuple):
     scales: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class StateSpec:
-    """One array of the cache: what a block or a slot holds of it.
-
-    Attributes:
-        name: path in `PagedCache`, e.g. "windows.3.codes".
-        per: whether it grows with the tokens ("block") or belongs to a running sequence ("slot").
-        shape: of one block or slot.
-        dtype: as stored.
-    """
-
-    name: str
-    per: Literal["block", "slot"]
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one block or slot."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheShape:
-    """Sizes of the pools; each data index has so many blocks and slots of its own."""
-
-    data: int
-    slots: int
-    blocks: int
-    tokens_per_block: int
-
-
 @struct.dataclass
 class PagedCache:
-    """State of all running sequences. Every array leads with [data, blocks] or [data, slots].
+    """State of all running sequences, or its declaration: a `StateSpec` in place of each array.
+
+    Every array leads with [data, blocks], or with [data, slots, reach + rollback] and is a ring.
 
     Attributes:
         entries: per KV source, compressed KV. [.., tokens_per_block // ratio, head_dim], or `PackedEntries`.
         index_keys: per KV source. [.., tokens_per_block // ratio, index_dim], or `PackedIndexKeys`.
-        windows: per backbone layer, the last `sliding_window` keys as a ring, place = position % window.
-            [.., window, head_dim], or `PackedWindow`.
-        open_groups: per KV source, fp32 [.., ratio - 1, head_dim]; None at ratio 1.
-        ngrams: compressed ids of the last n-gram − 1 tokens. int32 [.., ngram - 1]; None without Engram layers.
+        windows: per backbone layer, the keys of the last `sliding_window` tokens. [.., head_dim], or `PackedWindow`.
+        open_groups: per KV source, of the last ratio − 1 tokens, fp32 [.., head_dim]; None at ratio 1.
+        ngrams: compressed ids of the last n-gram − 1 tokens. int32 [..]; None without Engram layers.
         draft_windows: per draft layer, context keys, like `windows`.
     """
 
@@ -100,44 +66,49 @@ class PagedCache:
     draft_windows: tuple[Any, ...]
 
 
-def _declaration(config: ModelConfig, precision: str, tokens_per_block: int, packed: bool) -> PagedCache:
-    """The cache's tree with a `StateSpec` for each array."""
+def paged_state(config: ModelConfig, precision: str, *, tokens_per_block: int, packed: bool = True) -> PagedCache:
+    """The declaration of the cache. In "float32_exact" nothing is quantised, so `packed` has no effect.
+
+    Raises:
+        ValueError: a block does not hold whole groups of every compressed layer, or there is no such precision.
+    """
     text, arith = config.text, arithmetic(config, precision)
     ratios = [plan.ratio for plan in layer_plans(text) if plan.is_kv_source]
     for ratio in ratios:
         if tokens_per_block < 1 or tokens_per_block % ratio:
             raise ValueError(f"tokens_per_block {tokens_per_block} must be a positive multiple of the ratio {ratio}")
     packed = packed and arith.quantize_cache
+    byte = jnp.uint8
 
-    def array(per: Literal["block", "slot"], *shape: int, dtype: DTypeLike = arith.dtype) -> StateSpec:
-        return StateSpec("", per, shape, jnp.dtype(dtype))
+    def block(*shape: int, dtype: DTypeLike = arith.dtype) -> StateSpec:
+        return StateSpec("", "block", shape, jnp.dtype(dtype))
 
-    def codes(per: Literal["block", "slot"], rows: int, width: int) -> StateSpec:
-        return array(per, rows, width, dtype=jnp.uint8)
+    def ring(reach: int, *shape: int, dtype: DTypeLike = arith.dtype) -> StateSpec:
+        return StateSpec("", "slot", shape, jnp.dtype(dtype), reach)
 
     def entries(count: int) -> Any:
         dim = text.head_dim
         if packed:
-            specs = codes("block", count, dim // 2), codes("block", count, dim // FP4_KV_GROUP)
+            specs = block(count, dim // 2, dtype=byte), block(count, dim // FP4_KV_GROUP, dtype=byte)
             return PackedEntries(*specs)  # type: ignore[arg-type]  # a tree of specs in place of arrays
-        return array("block", count, dim)
+        return block(count, dim)
 
     def index_keys(count: int) -> Any:
         dim = text.index_head_dim
         if packed:
-            return PackedIndexKeys(codes("block", count, dim // 2), codes("block", count, dim // FP4_INDEX_GROUP))
-        return array("block", count, dim)
+            return PackedIndexKeys(block(count, dim // 2, dtype=byte), block(count, dim // FP4_INDEX_GROUP, dtype=byte))
+        return block(count, dim)
 
     def window() -> Any:
-        rows, dim = text.sliding_window, text.head_dim
+        reach, dim = text.sliding_window, text.head_dim
         if packed:
-            return PackedWindow(codes("slot", rows, dim), codes("slot", rows, dim // FP8_GROUP))
-        return array("slot", rows, dim)
+            return PackedWindow(ring(reach, dim, dtype=byte), ring(reach, dim // FP8_GROUP, dtype=byte))
+        return ring(reach, dim)
 
     def open_group(ratio: int) -> OpenGroup | None:
         if ratio == 1:
             return None
-        kv, gate = (array("slot", ratio - 1, text.head_dim, dtype=jnp.float32) for _ in range(2))
+        kv, gate = (ring(ratio - 1, text.head_dim, dtype=jnp.float32) for _ in range(2))
         return OpenGroup(kv, gate)  # type: ignore[arg-type]  # a tree of specs in place of arrays
 
     tree = PagedCache(
@@ -145,7 +116,7 @@ def _declaration(config: ModelConfig, precision: str, tokens_per_block: int, pac
         index_keys=tuple(index_keys(tokens_per_block // ratio) for ratio in ratios),
         windows=tuple(window() for _ in range(text.num_hidden_layers)),
         open_groups=tuple(open_group(ratio) for ratio in ratios),
-        ngrams=array("slot", text.engram_max_ngram_size - 1, dtype=jnp.int32) if text.engram_layer_ids else None,
+        ngrams=ring(text.engram_max_ngram_size - 1, dtype=jnp.int32) if text.engram_layer_ids else None,
         draft_windows=tuple(window() for _ in range(text.num_nextn_predict_layers)),
     )
     return jax.tree_util.tree_map_with_path(
@@ -156,30 +127,5 @@ def _declaration(config: ModelConfig, precision: str, tokens_per_block: int, pac
 def state_specs(
     config: ModelConfig, precision: str, *, tokens_per_block: int, packed: bool = True
 ) -> tuple[StateSpec, ...]:
-    """Every array of the cache. In "float32_exact" nothing is quantised, so `packed` has no effect.
-
-    Raises:
-        ValueError: a block does not hold whole groups of every compressed layer, or there is no such precision.
-    """
-    return tuple(jax.tree.leaves(_declaration(config, precision, tokens_per_block, packed)))
-
-
-def init_paged_cache(
-    config: ModelConfig,
-    shape: CacheShape,
-    *,
-    precision: str = "reference",
-    packed: bool = True,
-    mesh: Mesh | None = None,
-) -> PagedCache:
-    """Empty pools; with a mesh each data index lies on its own devices.
-
-    What a block or slot held before is never read by its next owner: every read is bounded by the reader's position.
-    """
-    placement = over_data(mesh)
-    counts = {"block": shape.blocks, "slot": shape.slots}
-
-    def empty(spec: StateSpec) -> jax.Array:
-        return jnp.zeros((shape.data, counts[spec.per], *spec.shape), spec.dtype, device=placement)
-
-    return jax.tree.map(empty, _declaration(config, precision, shape.tokens_per_block, packed))
+    """Every array of the cache; arguments and errors as `paged_state`."""
+    return tuple(jax.tree.leaves(paged_state(config, precision, tokens_per_block=tokens_per_block, packed=packed)))

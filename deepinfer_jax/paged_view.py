@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.cache import DEAD, Groups, OpenGroup, new_positions, ordered_window, ring_positions
+from deepinfer_jax.cache import (
+    DEAD,
+    Groups,
+    OpenGroup,
+    new_positions,
+    ordered_window,
+    positions_before,
+    ring_positions,
+)
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.formats import (
     fake_quant_fp4_index,
@@ -80,7 +88,7 @@ class PagedView:
         self._tables = tables
         self._slots = slots
         self._arith = arith
-        self._window = config.text.sliding_window
+        self._rollback = jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window
         self._owners = config.text.kv_source_layer_ids
         self._time = time
         self._in_order = in_order
@@ -96,14 +104,12 @@ class PagedView:
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
         if self._time == 1 and not self._in_order:
-            # The one new key takes the place of the only key that it pushes out of the window.
-            ring = self._windows[layer] = self._write_ring(self._windows[layer], new)
-            return self._read_ring(ring), ring_positions(self.start + self.lengths, self._window), False
-        # Reading comes first: XLA would keep a copy of the pool for a read that might come later.
-        before, ring = jax.lax.optimization_barrier((self._read_ring(self._windows[layer]), self._windows[layer]))
-        keys, positions = ordered_window(before, new, self.start, self.positions)
-        self._windows[layer] = self._write_ring(ring, new)
-        return keys, positions, True
+            # The new key pushes out none that a row may still see: all are read as they lie.
+            ring = self._windows[layer] = self._write_rings(self._windows[layer], new)
+            keys = self._unpacked(jax.tree.map(self._slot_rows, ring))
+            return keys, ring_positions(self.start + self.lengths, keys.shape[1]), False
+        before, self._windows[layer] = self._extend_rings(self._windows[layer], new)
+        return *ordered_window(self._unpacked(before), new, self.start, self.positions), True
 
     def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
         source = self._owners.index(owner)
@@ -129,24 +135,18 @@ class PagedView:
     def index_keys(self, owner: int) -> PagedIndexKeys:
         return PagedIndexKeys(self._index_keys[self._owners.index(owner)], self._tables, self._arith.dtype)
 
-    def open_group(self, owner: int) -> OpenGroup | None:
-        return jax.tree.map(self._slot_rows, self._open_groups[self._owners.index(owner)])
-
-    def write_open_group(self, owner: int, group: OpenGroup | None) -> None:
+    def extend_open_group(self, owner: int, new: OpenGroup) -> OpenGroup:
         source = self._owners.index(owner)
-        self._open_groups[source] = jax.tree.map(self._write_slots, self._open_groups[source], group)
+        before, self._open_groups[source] = self._extend_rings(self._open_groups[source], new)
+        return jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), before, new)
 
     def extend_ngrams(self, compressed: jax.Array) -> jax.Array:
-        history = self._slot_rows(self._ngrams)  # of the slot's last owner, if the row starts here
-        reach = history.shape[1]
-        before = self.start[:, None] - reach + jnp.arange(reach, dtype=jnp.int32)
-        together = jnp.concatenate([jnp.where(before >= 0, history, DEAD), compressed], axis=1)
-        last = self.lengths[:, None] + jnp.arange(reach, dtype=jnp.int32)
-        self._ngrams = self._write_slots(self._ngrams, jnp.take_along_axis(together, last, axis=1))
-        return together
+        before, self._ngrams = self._extend_rings(self._ngrams, compressed)
+        exist = positions_before(self.start, before.shape[1]) >= 0
+        return jnp.concatenate([jnp.where(exist, before, DEAD), compressed], axis=1)
 
     def write_draft_window(self, layer: int, new: jax.Array) -> None:
-        self._draft_windows[layer] = self._write_ring(self._draft_windows[layer], new)
+        self._draft_windows[layer] = self._write_rings(self._draft_windows[layer], new)
 
     def finish(self) -> PagedCache:
         """The pools after this step."""
@@ -159,27 +159,44 @@ class PagedView:
             draft_windows=tuple(self._draft_windows),
         )
 
-    def _read_ring(self, ring: Any) -> jax.Array:
-        """[batch, window, head_dim] of the arithmetic's dtype."""
-        rows = jax.tree.map(self._slot_rows, ring)
-        return unpack_fp8(*rows, self._arith.dtype) if isinstance(rows, PackedWindow) else rows
+    def _unpacked(self, keys: Any) -> jax.Array:
+        """Window keys as they are stored -> [batch, keys, head_dim] of the arithmetic's dtype."""
+        return unpack_fp8(*keys, self._arith.dtype) if isinstance(keys, PackedWindow) else keys
 
-    def _write_ring(self, ring: Any, new: jax.Array) -> Any:
-        """The last `window` of the new keys, [batch, time, head_dim], quantised already: packing them is exact."""
-        slots, window = jax.tree.leaves(ring)[0].shape[1:3]
-        offsets = jnp.arange(self._time, dtype=jnp.int32)
-        lasting = (offsets < self.lengths[:, None]) & (offsets >= self.lengths[:, None] - window)
-        slot = jnp.where(lasting, self._slots.reshape(-1)[:, None], slots)
-        stored = PackedWindow(*pack_fp8(new)) if isinstance(ring, PackedWindow) else new
-        return self._scatter(ring, slot, self.positions % window, stored)
+    def _extend_rings(self, rings: Any, new: Any) -> tuple[Any, Any]:
+        """The rows before the new ones, in order of position, [batch, reach, ...], and the rings with the new ones.
+
+        Rows of positions before the sequence are those of a former owner. rings, new: as for `_write_rings`.
+        """
+
+        def last_rows(ring: jax.Array) -> jax.Array:
+            places = positions_before(self.start, ring.shape[2] - self._rollback) % ring.shape[2]
+            places = places.reshape(*self._slots.shape, -1)
+            return read_pool(ring, self._slots[..., None], places).reshape(-1, places.shape[2], *ring.shape[3:])
+
+        # Reading comes first: XLA would keep a copy of the pool for a read that might come later.
+        before, rings = jax.lax.optimization_barrier((jax.tree.map(last_rows, rings), rings))
+        return before, self._write_rings(rings, new)
+
+    def _write_rings(self, rings: Any, new: Any) -> Any:
+        """The rings with the new rows, each at place position % length.
+
+        rings: arrays [data, slots, length, ...] of one length.
+        new: their rows, [batch, time, ...]; of a `PackedWindow` the keys, quantised already: packing them is exact.
+        """
+        slots, length = jax.tree.leaves(rings)[0].shape[1:3]
+        offsets = jnp.arange(self._time, dtype=jnp.int32)[None]
+        if length < self._time:  # only the last rows stay
+            offsets = positions_before(self.lengths, length)
+            rows, column = jnp.arange(len(offsets))[:, None], jnp.maximum(offsets, 0)
+            new = jax.tree.map(lambda array: array[rows, column], new)
+        slot = jnp.where((offsets >= 0) & (offsets < self.lengths[:, None]), self._slots.reshape(-1)[:, None], slots)
+        stored = PackedWindow(*pack_fp8(new)) if isinstance(rings, PackedWindow) else new
+        return self._scatter(rings, slot, (self.start[:, None] + offsets) % length, stored)
 
     def _slot_rows(self, array: jax.Array) -> jax.Array:
         """The rows' slots of array [data, slots, ...] -> [batch, ...]."""
         return read_pool(array, self._slots).reshape(-1, *array.shape[2:])
-
-    def _write_slots(self, array: jax.Array, rows: jax.Array) -> jax.Array:
-        """array [data, slots, ...] with the rows' slots replaced by rows [batch, ...]."""
-        return write_pool(array, (self._slots,), rows.reshape(*self._slots.shape, *rows.shape[1:]))
 
     def _scatter(self, pools: Any, first: jax.Array, second: jax.Array, values: Any) -> Any:
         """pools [data, n, m, ...] with values [batch, k, ...] at [first, second], int32 [batch, k]; n drops."""

@@ -6,9 +6,12 @@ Each part reads and writes its own pool only, so that nothing moves when the axi
 import jax
 
 
-def read_pool(pool: jax.Array, index: jax.Array) -> jax.Array:
-    """pool [data, n, ...] at index int32 [data, ...] -> [data, ..., ...]. Numbers out of range read anything."""
-    return jax.vmap(lambda own, number: own.at[number].get(mode="clip"))(pool, index)
+def read_pool(pool: jax.Array, *index: jax.Array) -> jax.Array:
+    """pool [data, n, ...] at `index`, one int32 [data, ...] for each indexed axis -> [data, ..., ...].
+
+    Numbers out of range read anything.
+    """
+    return jax.vmap(lambda own, *numbers: own.at[numbers].get(mode="clip"))(pool, *index)
 
 
 def write_pool(pool: jax.Array, index: tuple[jax.Array, ...], values: jax.Array) -> jax.Array:

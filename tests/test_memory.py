@@ -17,8 +17,9 @@ from deepinfer_jax.config import PRECISIONS, ModelConfig, load_config, parse_con
 from deepinfer_jax.layout import released_tensors
 from deepinfer_jax.memory import device_memory, format_bytes, plan_memory
 from deepinfer_jax.memory_parts import checkpoint_bytes, temporary_bytes, weight_bytes
-from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
+from deepinfer_jax.paged_cache import paged_state
 from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.state import CacheShape, init_pools
 
 TESTS = Path(__file__).parent
 GB = 10**9
@@ -115,7 +116,8 @@ def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> N
         tokens_per_block=4,
     )
     params = jax.eval_shape(lambda key: init_params(TINY_CONFIG, key, precision=precision), jax.random.key(0))
-    cache = jax.eval_shape(lambda: init_paged_cache(TINY_CONFIG, shape, precision=precision))
+    declared = paged_state(TINY_CONFIG, precision, tokens_per_block=4)
+    cache = jax.eval_shape(lambda: init_pools(declared, shape))
     table = jax.eval_shape(lambda: init_slot_table(shape, width=TINY_CONFIG.text.max_position_embeddings // 4))
     assert sum(plan.parts[name] for name in WEIGHTS) == _nbytes(params)
     assert sum(plan.parts[name] for name in STATE) == _nbytes(cache)

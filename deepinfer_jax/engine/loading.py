@@ -14,11 +14,11 @@ from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import BucketTable, bucket_table
 from deepinfer_jax.sharding import DATA, EXPERT
+from deepinfer_jax.state import CacheShape
 from deepinfer_jax.tokenization import get_hf_tokenizer
 
 # Compiling many step programs takes longer than a model below this size saves by them.
@@ -95,6 +95,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         slots=limits.seqs_per_index,
         blocks=num_blocks,
         tokens_per_block=limits.tokens_per_block,
+        rollback=limits.num_drafts,
     )
     return EngineParts(
         tokenizer=tokenizer,

@@ -1,6 +1,7 @@
 """Attention of one layer: projections, window, compressed branch, output projection (model.md §5)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -164,17 +165,16 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
 def _store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
     view = step.view
     assert params.compressor is not None and params.index_key is not None
-    groups, left_open = compress(
+    groups = compress(
         x,
         params.compressor,
         plan.ratio,
         view.start,
         view.lengths,
-        view.open_group(plan.index),
+        functools.partial(view.extend_open_group, plan.index),
         step.text,
         step.arith,
     )
-    view.write_open_group(plan.index, left_open)
     entries, index_keys = entries_and_index_keys(groups, params.index_key, plan.ratio, step.text)
     view.write_entries(plan.index, groups, entries, index_keys)
 

@@ -1,5 +1,7 @@
 """Compressor of KV sources: tokens to latents, latents to entries and index keys (model.md §5.5)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -20,45 +22,42 @@ def compress(
     ratio: int,
     start: jax.Array,
     lengths: jax.Array,
-    open_group: OpenGroup | None,
+    extend: Callable[[OpenGroup], OpenGroup],
     text: TextConfig,
     arith: Arithmetic,
-) -> tuple[Groups, OpenGroup | None]:
-    """Latents of the groups that end within the new tokens, and the group left open.
+) -> Groups:
+    """Latents of the groups that end within the new tokens.
 
     Args:
         x: normed input of the layer's attention. [batch, time, hidden].
         start: absolute position of the first new token. int32 [batch].
         lengths: new tokens of each row. int32 [batch].
-        open_group: None at ratio 1.
+        extend: stores the new tokens and puts the ratio − 1 before them in front (`View.extend_open_group`); not called
+            at ratio 1.
     """
     batch, time, _ = x.shape
     if ratio == 1:
         latents = rowwise(lambda x: rms_norm(linear(x, params.wkv), params.norm, text.rms_norm_eps), x)
         numbers = start[:, None] + jnp.arange(time, dtype=jnp.int32)
         complete = jnp.arange(time) < lengths[:, None]
-        return Groups(latents, numbers, complete), None
-    assert open_group is not None
+        return Groups(latents, numbers, complete)
     carried = ratio - 1
     wide = x.astype(jnp.float32)
-    kv = jnp.concatenate([open_group.kv, matmul(wide, params.wkv)], axis=1)  # [batch, carried + time, head_dim]
-    gate = jnp.concatenate([open_group.gate, matmul(wide, params.wgate)], axis=1)
+    tokens = extend(OpenGroup(matmul(wide, params.wkv), matmul(wide, params.wgate)))  # carried + time of them
     count = (time + ratio - 1) // ratio
     numbers = start[:, None] // ratio + jnp.arange(count, dtype=jnp.int32)
     # Token of absolute position p stands at p − start + carried in the concatenation.
     members = (numbers * ratio - start[:, None] + carried)[..., None] + jnp.arange(ratio, dtype=jnp.int32)
     members = jnp.minimum(members, carried + time - 1).reshape(batch, count * ratio, 1)
-    grouped_kv = jnp.take_along_axis(kv, members, axis=1).reshape(batch, count, ratio, -1)
-    grouped_gate = jnp.take_along_axis(gate, members, axis=1).reshape(batch, count, ratio, -1)
+    grouped_kv = jnp.take_along_axis(tokens.kv, members, axis=1).reshape(batch, count, ratio, -1)
+    grouped_gate = jnp.take_along_axis(tokens.gate, members, axis=1).reshape(batch, count, ratio, -1)
 
     def pool(gate: jax.Array, kv: jax.Array) -> jax.Array:
         latents = arith.round(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2))
         return rms_norm(latents, params.norm, text.rms_norm_eps)
 
     complete = (numbers + 1) * ratio <= (start + lengths)[:, None]
-    last = (lengths[:, None] + jnp.arange(carried, dtype=jnp.int32))[..., None]
-    left_open = OpenGroup(jnp.take_along_axis(kv, last, axis=1), jnp.take_along_axis(gate, last, axis=1))
-    return Groups(rowwise(pool, grouped_gate, grouped_kv), numbers, complete), left_open
+    return Groups(rowwise(pool, grouped_gate, grouped_kv), numbers, complete)
 
 
 def entries_and_index_keys(

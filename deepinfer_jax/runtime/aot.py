@@ -28,10 +28,11 @@ from deepinfer_jax.kernels.aot import (
     topology_of,
 )
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.paged_cache import CacheShape, PagedCache
+from deepinfer_jax.paged_cache import PagedCache
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
+from deepinfer_jax.state import CacheShape
 
 # Primes, so that no other array has a pool's number of elements; sequences of 64 blocks of 128 tokens.
 SHAPE = CacheShape(data=1, slots=67, blocks=4099, tokens_per_block=128)

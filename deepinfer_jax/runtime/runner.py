@@ -13,7 +13,6 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
@@ -21,6 +20,7 @@ from deepinfer_jax.runtime.steps import StepOutput, StepState
 from deepinfer_jax.runtime.text_model import StepModel
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.sharding import over_data
+from deepinfer_jax.state import CacheShape, init_pools
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Runner:
     def reset(self) -> None:
         """Empties pools and slots; needed after a step that failed, which took the state with it."""
         self._state = None  # freed before the new one is made
-        cache = self._model.init_cache(self._shape, self._mesh)
+        cache = init_pools(self._model.state(self._shape.tokens_per_block), self._shape, self._mesh)
         self._state = StepState(cache, init_slot_table(self._shape, self._table_width, self._mesh))
 
     def _launch(

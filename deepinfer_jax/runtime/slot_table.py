@@ -11,9 +11,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.sampling import SamplingRows
 from deepinfer_jax.sharding import over_data
+from deepinfer_jax.state import CacheShape
 
 
 @struct.dataclass

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from deepinfer_jax.checkpoint.init import init_params
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.step_input import decode_width, prefill_width
 from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import StepModel, TextModel
 from deepinfer_jax.scheduler import Bucket
+from deepinfer_jax.state import CacheShape, init_pools
 
 Kind = Literal["prefill", "decode"]
 
@@ -42,6 +42,7 @@ def step_program(
     """
     draw = functools.partial(init_params, model.config, precision=model.precision, platform=platform)
     params = jax.eval_shape(draw, jax.random.key(0))
-    state = jax.eval_shape(lambda: StepState(model.init_cache(shape, None), init_slot_table(shape, bucket.width)))
+    declared = model.state(shape.tokens_per_block)
+    state = jax.eval_shape(lambda: StepState(init_pools(declared, shape), init_slot_table(shape, bucket.width)))
     host_input = jax.ShapeDtypeStruct(host_input_shape(kind, shape, bucket), np.int32)
     return program_of(model, kind, shape, bucket), (params, state, host_input)

@@ -13,12 +13,12 @@ from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, sampling_rows
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
 from deepinfer_jax.runtime.text_model import StepBatch, StepModel
 from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
 from deepinfer_jax.scheduler import Bucket, blocks_for
+from deepinfer_jax.state import CacheShape
 
 # Longest list of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
 MAX_TOP = 1000

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jax import Array
-from jax.sharding import Mesh
 
 from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.config import ModelConfig, Precision
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.paged_cache import CacheShape, PagedCache, init_paged_cache
+from deepinfer_jax.paged_cache import PagedCache, paged_state
 from deepinfer_jax.paged_view import PagedView
 from deepinfer_jax.params import Params
 
@@ -63,8 +62,8 @@ class StepModel(Protocol):
     def batch_invariant(self) -> bool:
         """Whether a row's results have the same bits in any step; then so have its tokens and log-probabilities."""
 
-    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Any:
-        """Pools of this shape; every array leads with the data axis, spread over the mesh's `data`."""
+    def state(self, tokens_per_block: int) -> Any:
+        """All that it keeps of a sequence, a pytree of `state.StateSpec`; the cache is the same tree of pools."""
 
     def advance(self, params: Any, cache: Any, batch: StepBatch) -> Advanced:
         """Runs the new tokens of each row.
@@ -89,8 +88,8 @@ class TextModel:
     def batch_invariant(self) -> bool:
         return self.kernels.batch_invariant
 
-    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> PagedCache:
-        return init_paged_cache(self.config, shape, precision=self.precision, packed=self.packed, mesh=mesh)
+    def state(self, tokens_per_block: int) -> PagedCache:
+        return paged_state(self.config, self.precision, tokens_per_block=tokens_per_block, packed=self.packed)
 
     def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> Advanced:
         arith = arithmetic(self.config, self.precision)

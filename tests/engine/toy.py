@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
@@ -32,10 +32,10 @@ from deepinfer_jax.engine.loading import (
 )
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import Advanced, StepBatch
 from deepinfer_jax.sampling import SamplingRows, sample
+from deepinfer_jax.state import CacheShape, StateSpec
 
 VOCAB = 64
 EOS = 1
@@ -64,9 +64,8 @@ class ToyModel:
 
     batch_invariant = False
 
-    def init_cache(self, shape: CacheShape, mesh: Mesh | None) -> Array:
-        placement = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
-        return jnp.zeros((shape.data, shape.blocks, shape.tokens_per_block), jnp.int32, device=placement)
+    def state(self, tokens_per_block: int) -> StateSpec:
+        return StateSpec("tokens", "block", (tokens_per_block,), jnp.dtype(jnp.int32))
 
     def advance(self, params: Array, cache: Array, batch: StepBatch) -> Advanced:
         data, blocks, tokens_per_block = cache.shape

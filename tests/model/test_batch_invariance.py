@@ -18,8 +18,8 @@ from small import small_config, small_params
 
 from deepinfer_jax import Cache, ModelConfig, Params, draft, forward, init_cache
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.paged_cache import CacheShape
 from deepinfer_jax.runtime.text_model import StepBatch, TextModel
+from deepinfer_jax.state import CacheShape, init_pools
 
 Array = npt.NDArray[Any]
 
@@ -178,7 +178,7 @@ def test_a_paged_cache_gives_the_bits_of_a_dense_one_at_any_table_width(packed: 
         hidden, _, cache = text_model.advance(params, cache, batch)
         return hidden, text_model.logits(params, hidden), cache
 
-    cache = text_model.init_cache(shape, None)
+    cache = init_pools(text_model.state(8), shape)
     rows: dict[str, list[Array]] = {"hidden": [], "logits": []}
     for start, time, width in [(0, 16, 4), *((start, 1, 12) for start in range(16, LENGTH))]:
         tables = np.full((1, 2, width), shape.blocks, np.int32)

@@ -20,8 +20,9 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.formats import fake_quant_fp8, pack_fp8, unpack_fp8
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.paged_cache import CacheShape, PagedCache, init_paged_cache, state_specs
+from deepinfer_jax.paged_cache import PagedCache, paged_state, state_specs
 from deepinfer_jax.paged_view import PagedView
+from deepinfer_jax.state import CacheShape, init_pools
 
 TOKENS_PER_BLOCK, WIDTH, SLOTS, BLOCKS = 4, 12, 3, 30
 PREFILL = 16  # tokens of the one prefill shape; decode steps have one
@@ -74,9 +75,8 @@ def run_paged(
     texts = token_rows(count)
     tables = np.stack([rng.permutation(BLOCKS)[: rows * WIDTH].reshape(rows, WIDTH) for _ in range(data)])
     slots = np.stack([rng.permutation(SLOTS)[:rows] for _ in range(data)])
-    cache = init_paged_cache(
-        small_config(), CacheShape(data, SLOTS, BLOCKS, TOKENS_PER_BLOCK), precision=precision, packed=packed
-    )
+    declared = paged_state(small_config(), precision, tokens_per_block=TOKENS_PER_BLOCK, packed=packed)
+    cache = init_pools(declared, CacheShape(data, SLOTS, BLOCKS, TOKENS_PER_BLOCK))
     cache = poisoned(cache) if poison else cache
     done, found = np.zeros(count, np.int32), [[] for _ in range(count)]  # type: ignore[var-annotated]
     for new in steps:
@@ -194,12 +194,12 @@ def test_released_sizes_are_those_of_the_formats() -> None:
     for ratio, source in ((2, 0), (2, 1), (2, 2), (1, 3)):
         for kind, entry_bytes in (("entries", 288), ("index_keys", 68)):
             parts = [per_block[f"{kind}.{source}.{part}"] for part in ("codes", "scales")]
-            assert sum(part.nbytes for part in parts) == 128 // ratio * entry_bytes
-    assert sum(spec.nbytes for spec in per_block.values()) == 890 * 128
+            assert sum(part.nbytes() for part in parts) == 128 // ratio * entry_bytes
+    assert sum(spec.nbytes() for spec in per_block.values()) == 890 * 128
     window = [spec for spec in specs if spec.name.startswith("windows.7.")]
-    assert sum(spec.nbytes for spec in window) == 128 * 528
+    assert sum(spec.nbytes() for spec in window) == 128 * 528
     # 43 windows, three open groups of one token with two fp32 rows of 512, three n-gram ids.
-    per_slot = sum(spec.nbytes for spec in specs if spec.per == "slot")
+    per_slot = sum(spec.nbytes() for spec in specs if spec.per == "slot")
     assert per_slot == 43 * 128 * 528 + 3 * 2 * 512 * 4 + (RELEASED.text.engram_max_ngram_size - 1) * 4
 
 

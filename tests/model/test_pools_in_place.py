@@ -6,11 +6,12 @@ import pytest
 from small import small_config
 
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.paged_cache import CacheShape, init_paged_cache
+from deepinfer_jax.paged_cache import paged_state
 from deepinfer_jax.runtime.aot import copied_pools
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
+from deepinfer_jax.state import CacheShape, init_pools
 
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
@@ -26,7 +27,7 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket) -> None:
 
 def test_a_copied_pool_is_found() -> None:
     """XLA keeps the old array of one that is written and read in no order."""
-    cache = init_paged_cache(small_config(), SHAPE)
+    cache = init_pools(paged_state(small_config(), "reference", tokens_per_block=SHAPE.tokens_per_block), SHAPE)
 
     def write_and_sum(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         return pool.at[0, 3].set(1), jnp.sum(pool, dtype=jnp.int32)
