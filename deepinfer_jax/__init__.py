@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.checkpoint.init import init_params
     from deepinfer_jax.config import ModelConfig, load_config
     from deepinfer_jax.engine.args import EngineArgs, EngineType
+    from deepinfer_jax.engine.async_engine import AsyncLLMEngine
     from deepinfer_jax.engine.engine import LLMEngine
     from deepinfer_jax.engine.outputs import RequestOutput
     from deepinfer_jax.engine.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "llm",
     "LLMEngine": "engine.engine",
+    "AsyncLLMEngine": "engine.async_engine",
     "EngineArgs": "engine.args",
     "EngineType": "engine.args",
     "SamplingParams": "engine.sampling_params",
@@ -45,6 +47,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "Cache",
     "EngineArgs",
     "EngineType",

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
-from deepinfer_jax.engine.prompts import token_ids
+from deepinfer_jax.engine.prompts import encode_text, token_ids
 from deepinfer_jax.engine.request import own_params
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
@@ -163,15 +163,7 @@ class LLM:
     def _encode(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
             raise ValueError(f"a prompt must be a string, got {type(prompt).__name__}; pass ids as prompt_token_ids")
-        try:
-            ids: list[int] = self.get_tokenizer().encode(prompt)
-        except ValueError:
-            raise
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"the tokenizer cannot encode the prompt {prompt[:40]!r}: {error}") from error
-        if prompt and not ids:
-            raise ValueError(f"the tokenizer has no tokens for the prompt {prompt[:40]!r}; nothing of it is left")
-        return ids
+        return encode_text(self.get_tokenizer(), prompt)
 
     def _run(self, checked: list[_Checked], use_tqdm: bool) -> list[list[RequestOutput]]:
         """Runs the prompts without a problem; the others get their one output."""

@@ -10,7 +10,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "forward"])
+@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "forward"])
 def test_example(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     registry, ports = CollectorRegistry(), list[int]()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
@@ -27,3 +27,6 @@ def test_example(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             'deepinfer_generation_tokens_total{model_name="deepinfer-model"} 16.0' in generate_latest(registry).decode()
         )
+    if "streamed" in namespace:
+        streamed = namespace["streamed"]
+        assert isinstance(streamed, list) and len(streamed) == 8

@@ -17,7 +17,7 @@ from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.prompts import id_problem, token_ids
-from deepinfer_jax.engine.request import Request, forced_tokens, own_params, prefill_columns
+from deepinfer_jax.engine.request import Request, check_request_id, forced_tokens, own_params, prefill_columns
 from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
@@ -110,8 +110,7 @@ class LLMEngine:
         a request id that is no string or an arrival_time that is no number.
         """
         self._check_open()
-        if not isinstance(request_id, str):  # abort_request and the outputs name requests by string
-            raise TypeError(f"request_id must be a string, got {request_id!r} of type {type(request_id).__name__}")
+        check_request_id(request_id)
         if multi_modal_data is not None:
             raise ValueError(
                 f"request {request_id}: the engine of this version takes text; pass multi_modal_data=None, or use "

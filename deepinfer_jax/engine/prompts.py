@@ -8,6 +8,19 @@ import numpy.typing as npt
 from deepinfer_jax.tokenization import ImageTokenOffset
 
 
+def encode_text(tokenizer: Any, prompt: str) -> list[int]:
+    """The ids of a text, special tokens included; ValueError if it has none or cannot be encoded."""
+    try:
+        ids: list[int] = tokenizer.encode(prompt)
+    except ValueError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"the tokenizer cannot encode the prompt {prompt[:40]!r}: {error}") from error
+    if prompt and not ids:
+        raise ValueError(f"the tokenizer has no tokens for the prompt {prompt[:40]!r}; nothing of it is left")
+    return ids
+
+
 def token_ids(prompt: Any) -> npt.NDArray[np.int64]:
     """The prompt's ids as int64 [length]; ValueError for what is no list of integers or is empty."""
     try:

@@ -37,6 +37,12 @@ class Request:
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
 
+def check_request_id(request_id: object) -> None:
+    """TypeError for a request id that is no string: outputs, and those who abort, name requests by string."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be a string, got {request_id!r} of type {type(request_id).__name__}")
+
+
 def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
     """A private copy, so that neither side sees the other's later changes; checked, as fields may be set afterwards."""
     if isinstance(sampling_params, SamplingParams):

@@ -1,0 +1,196 @@
+"""`AsyncLLMEngine`: requests as asynchronous iterators, on the same core as `LLMEngine`."""
+
+import asyncio
+import copy
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.engine_thread import EngineThread, OutputStream
+from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.prompts import encode_text
+from deepinfer_jax.engine.request import check_request_id, own_params
+from deepinfer_jax.engine.sampling_params import SamplingParams
+
+
+class AsyncLLMEngine:
+    """An `LLMEngine` on a thread of its own, for any number of event loops, a notebook's among them.
+
+    async with AsyncLLMEngine(EngineArgs(model="path")) as engine:
+        async for output in engine.generate("Once upon a time"):
+            ...
+
+    No method blocks the event loop; the constructor loads and compiles, `create` does so off the loop. Methods may be
+    called from any thread and loop; the outputs of a request are read on one loop. An engine that is dropped without
+    `close` closes itself.
+
+    Arguments:
+        args: what to load and how large; as for `LLMEngine`.
+
+    Attributes:
+        llm_engine: the engine below, to look at. Only its thread may call `step`, `add_request` and the like;
+            `stats()`, as `EngineCollector` calls it, is fine.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._own(LLMEngine(args))
+
+    @classmethod
+    async def create(cls, args: EngineArgs) -> Self:
+        """An engine that is loaded and compiled while the event loop goes on."""
+        return cls.from_engine(await asyncio.to_thread(LLMEngine, args))
+
+    @classmethod
+    def from_engine(cls, llm_engine: LLMEngine) -> Self:
+        """Takes an engine over. Raises ValueError if it has unfinished requests."""
+        if llm_engine.has_unfinished_requests():
+            raise ValueError("the engine has unfinished requests of add_request(); step() or abort them first")
+        engine = cls.__new__(cls)
+        engine._own(llm_engine)
+        return engine
+
+    def _own(self, llm_engine: LLMEngine) -> None:
+        self.llm_engine = llm_engine
+        self._thread = EngineThread(llm_engine)
+        weakref.finalize(self, self._thread.stop).atexit = False  # the thread sees to the end of the interpreter
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def get_tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self.llm_engine.tokenizer
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | dict[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        user_id: str = "0",
+    ) -> "OutputIterator":
+        """The outputs of one request, one per token, the last with a finish reason: `async for`.
+
+        The request is queued by the first iteration. Leaving the loop, `aclose()`, cancelling the task that reads and
+        dropping the iterator all abort it: its slot and blocks are free before the next step, and its name too.
+        Outputs that are not read yet wait in memory; a slow reader stops nobody.
+
+        If a step fails, the last output says so in `message`, as `LLMEngine.step` does for what ran.
+
+        Arguments:
+            prompt: a text, encoded by the tokenizer off the event loop, or one list of token ids.
+            sampling_params: an object, or a dict of its fields. The engine keeps a copy.
+            request_id: names the outputs; unique among unfinished requests; None: drawn.
+            user_id: the caller's label; no rule depends on it.
+
+        The first iteration raises what `LLMEngine.add_request` raises, and ValueError for an id outside the vocabulary
+        or a text that cannot be encoded; each RuntimeError if the engine was closed, or ended because of an error (its
+        cause is attached), or if two tasks read at once. A prompt that is too long gives one output that says so.
+        """
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        return OutputIterator(self, prompt, sampling_params, request_id, user_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> tuple[int, int]:
+        """Ends unfinished requests; each gives one more output, finish reason "abort".
+
+        Returns and raises what `LLMEngine.abort_request` does; RuntimeError if the engine has ended.
+        """
+        return await asyncio.wrap_future(self._thread.ask(lambda engine: engine.abort_request(request_id)))
+
+    async def stats(self) -> dict[str, Any]:
+        """`LLMEngine.stats` between two steps. Raises RuntimeError if the engine has ended."""
+        return await asyncio.wrap_future(self._thread.ask(lambda engine: engine.stats()))
+
+    async def close(self) -> None:
+        """Ends the thread after the step that runs, and frees the engine. May be called again.
+
+        Those who read unfinished requests get a RuntimeError, after the outputs that are there.
+        """
+        self._thread.stop()
+        await asyncio.to_thread(self._thread.join)
+
+
+class OutputIterator(AsyncIterator[RequestOutput]):
+    """What `AsyncLLMEngine.generate` gives.
+
+    No generator: one that is dropped aborts its request here and now, not when its event loop finds the time, and
+    also if that loop is closed.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        prompt: Any,
+        sampling_params: SamplingParams | dict[str, Any] | None,
+        request_id: str,
+        user_id: str,
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._sampling_params = sampling_params
+        self._request_id = request_id
+        self._user_id = user_id
+        self._stream: OutputStream | None = None  # once the request is queued
+        self._reading = False
+        self._over = False
+
+    async def __anext__(self) -> RequestOutput:
+        self._check_not_reading()
+        if self._over:
+            raise StopAsyncIteration
+        self._reading = True
+        try:
+            if self._stream is None:
+                self._stream = await self._start()
+            output = await self._stream.take()
+        except BaseException:  # cancelled, or there is no more to come
+            self._leave()
+            raise
+        finally:
+            self._reading = False
+        self._over = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request if it is unfinished. Raises RuntimeError while another task reads: cancel that one."""
+        self._check_not_reading()
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    async def _start(self) -> OutputStream:
+        check_request_id(self._request_id)
+        params = own_params(self._sampling_params)
+        if isinstance(self._prompt, str):
+            ids = await asyncio.to_thread(self._encode, self._prompt)
+        else:
+            ids = copy.copy(self._prompt)  # the caller may change it while the request waits
+        stream = OutputStream()
+        self._engine._thread.start(self._request_id, stream, ids, params, self._user_id)
+        return stream
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return encode_text(self._engine.get_tokenizer(), text)
+        except ValueError as error:
+            raise ValueError(f"request {self._request_id}: {error}") from error
+
+    def _leave(self) -> None:
+        if not self._over and self._stream is not None:
+            self._engine._thread.drop(self._request_id, self._stream)
+        self._over = True
+
+    def _check_not_reading(self) -> None:
+        if self._reading:
+            raise RuntimeError(f"request {self._request_id} is being read by another task")
