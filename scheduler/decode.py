@@ -52,7 +52,7 @@ class DecodeLayout:
             array.flags.writeable = False  # plans share them
         return layout
 
-    def step(self, buckets: BucketTable, grown: dict[Sequence, int]) -> DecodeStep:
+    def step(self, buckets: BucketTable, grown: dict[Sequence, int], captures: tuple[int, ...]) -> DecodeStep:
         """A step of these rows; `grown` gives the former length of each block table that became longer."""
         first_new_block, new_blocks = self.no_first_block, self.no_blocks
         if grown:
@@ -70,6 +70,7 @@ class DecodeLayout:
             slots=self.slots,
             first_new_block=first_new_block,
             new_blocks=new_blocks,
+            captures=captures,
         )
 
 

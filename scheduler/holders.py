@@ -32,9 +32,11 @@ class Holders:
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.running)
 
-    def start(self, sequence: Sequence, data_index: int) -> None:
-        """Gives a sequence a slot of the data index; it has no blocks yet."""
+    def start(self, sequence: Sequence, data_index: int, blocks: list[int]) -> None:
+        """Gives a sequence a slot of the data index, and these blocks, which hold its first tokens, to share."""
+        self.blocks[data_index].pin(blocks)
         sequence.data_index = data_index
+        sequence.block_table, sequence.num_published = [*blocks], len(blocks)
         (sequence.state_id,) = self.slots[data_index].allocate(1)
         insort(self.prefilling, sequence, key=by_arrival)
 
@@ -47,16 +49,19 @@ class Holders:
         """How many blocks its table lacks for so many tokens."""
         return max(0, blocks_for(num_tokens, self._tokens_per_block) - len(sequence.block_table))
 
-    def younger(self, sequence: Sequence) -> list[Sequence]:
-        """Sequences of the same data index that hold blocks and arrived later, in order of arrival."""
+    def younger(self, sequence: Sequence, *, running: bool) -> list[Sequence]:
+        """Sequences of the same data index that hold blocks and arrived later, the last first; without `running` only
+        those whose prompt is not computed yet."""
+        groups = (self.prefilling, self.running) if running else (self.prefilling,)
         return sorted(
             (
                 other
-                for group in (self.prefilling, self.running)
+                for group in groups
                 for other in group
                 if other.data_index == sequence.data_index and other.arrival > sequence.arrival and other.block_table
             ),
             key=by_arrival,
+            reverse=True,
         )
 
     def load(self) -> list[int]:
@@ -67,11 +72,11 @@ class Holders:
         return load
 
     def release(self, sequence: Sequence) -> None:
-        """Takes slot and blocks from a sequence."""
+        """Takes slot and blocks from a sequence; blocks that others hold too stay theirs."""
         (self.prefilling if sequence in self.prefilling else self.running).remove(sequence)
         self.blocks[sequence.data_index].free(sequence.block_table)
         self.slots[sequence.data_index].free([sequence.state_id])
-        sequence.block_table = []
+        sequence.block_table, sequence.num_published = [], 0
         sequence.state_id = sequence.data_index = -1
 
 

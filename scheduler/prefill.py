@@ -1,6 +1,7 @@
 """Which chunks of which prompts the next prefill step computes, and in which program."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from .buckets import BucketTable
 from .decode import row_places
 from .plan import Int32Array, PrefillStep, blocks_for
+from .prefix_cache import NO_HIT, Hit, PrefixCache
 from .sequence import Sequence
 
 
@@ -18,14 +20,18 @@ class Chunk(NamedTuple):
     Attributes:
         sequence: whose.
         data_index: where it is, or is to start.
-        num_tokens: how many.
+        num_tokens: how many; 0: none, the sequence is to start with imported state.
+        end: how many tokens of the sequence have their state then.
         is_first: the sequence is to start with it.
+        hit: the blocks from which it starts.
     """
 
     sequence: Sequence
     data_index: int
     num_tokens: int
+    end: int
     is_first: bool
+    hit: Hit = NO_HIT
 
 
 @dataclass
@@ -57,22 +63,39 @@ class PrefillPolicy:
     Attributes:
         tokens_per_block: tokens that a block holds.
         chunked_prefill: whether a prompt may be cut.
-        spare_tokens: how far beyond its text a preempted sequence must have blocks before it starts again.
+        spare_tokens: how far beyond its text a preempted or imported sequence must have blocks before it starts.
+        for_snapshots: whether chunks end where a snapshot can be taken, if that costs little.
     """
 
     tokens_per_block: int
     chunked_prefill: bool
     spare_tokens: int
+    for_snapshots: bool
 
     def choose(
-        self, shapes: Iterable[tuple[int, int]], started: list[Sequence], waiting: list[Sequence], room: Room
+        self,
+        shapes: Iterable[tuple[int, int]],
+        started: list[Sequence],
+        waiting: list[Sequence],
+        room: Room,
+        find: Callable[[Sequence, int], Hit],
     ) -> tuple[tuple[int, int], list[Chunk]]:
         """The (rows, time) of which the chunks fill the largest part; of equal ones that with more tokens.
 
         Returns it and its chunks, those of started prompts first; no chunk if nothing can run. Which one it is delays
         nobody for long: the first sequence that can run in a program is among its chunks.
+
+        Arguments:
+            shapes: (rows, time) of the programs.
+            started, waiting: sequences in order of arrival.
+            room: what there is; not changed.
+            find: where a waiting sequence may start on a data index.
+
+        The chunks of sequences that start together never ask for more free blocks than there are, those that they
+        hit included.
         """
-        choices = [(shape, self._chunks(shape, started, waiting, room.copy())) for shape in shapes]
+        find = functools.cache(find)
+        choices = [(shape, self._chunks(shape, started, waiting, room.copy(), find)) for shape in shapes]
 
         def worth(choice: tuple[tuple[int, int], list[Chunk]]) -> tuple[float, int]:
             (rows, time), chunks = choice
@@ -82,64 +105,94 @@ class PrefillPolicy:
         return max(choices, key=worth)
 
     def _chunks(
-        self, shape: tuple[int, int], started: list[Sequence], waiting: list[Sequence], room: Room
+        self,
+        shape: tuple[int, int],
+        started: list[Sequence],
+        waiting: list[Sequence],
+        room: Room,
+        find: Callable[[Sequence, int], Hit],
     ) -> list[Chunk]:
         rows, time = shape
         rows_left = [rows] * len(room.slots)
         chunks: list[Chunk] = []
 
-        def take(sequence: Sequence, data_index: int, count: int, *, is_first: bool) -> None:
-            rows_left[data_index] -= 1
-            room.tokens[data_index] -= count
-            room.blocks[data_index] -= self._new_blocks(sequence, count)
-            chunks.append(Chunk(sequence, data_index, count, is_first))
+        def count(sequence: Sequence, start: int, data_index: int) -> int:
+            first = rows_left[data_index] == rows
+            return self._count(sequence, start, time, room.tokens[data_index], first=first)
+
+        def first_chunk(sequence: Sequence, data_index: int) -> Chunk | None:
+            if sequence.imported is not None:
+                return Chunk(sequence, data_index, 0, sequence.imported.num_tokens, is_first=True)
+            if not rows_left[data_index]:
+                return None
+            hit = find(sequence, data_index)
+            start = len(hit.blocks) * self.tokens_per_block
+            num_tokens = count(sequence, start, data_index)
+            return Chunk(sequence, data_index, num_tokens, start + num_tokens, True, hit) if num_tokens else None
+
+        def take(chunk: Chunk) -> None:
+            sequence, data_index = chunk.sequence, chunk.data_index
+            rows_left[data_index] -= chunk.num_tokens > 0
+            room.tokens[data_index] -= chunk.num_tokens
+            held = len(sequence.block_table) + chunk.hit.num_held
+            room.blocks[data_index] -= blocks_for(chunk.end, self.tokens_per_block) - held
+            chunks.append(chunk)
 
         for sequence in started:
-            data_index = sequence.data_index
+            data_index, start = sequence.data_index, sequence.num_tokens
             if sequence.schedulable and rows_left[data_index]:
-                count = self._count(sequence, time, room.tokens[data_index], first=rows_left[data_index] == rows)
-                if count:
-                    take(sequence, data_index, count, is_first=False)
+                num_tokens = count(sequence, start, data_index)
+                if num_tokens:
+                    take(Chunk(sequence, data_index, num_tokens, start + num_tokens, is_first=False))
         for sequence in waiting:
             if not sequence.schedulable:
                 continue
             if not room.vacancies:
                 break
-            places = []
-            for data_index, slots in enumerate(room.slots):
-                if slots and rows_left[data_index]:
-                    count = self._count(sequence, time, room.tokens[data_index], first=rows_left[data_index] == rows)
-                    if count and self._blocks_to_start(sequence, count) <= room.blocks[data_index]:
-                        places.append((room.load[data_index], data_index, count))
-            if not places:
+            options = [first_chunk(sequence, data_index) for data_index, slots in enumerate(room.slots) if slots]
+            fitting = [c for c in options if c and self._blocks_to_start(c) <= room.blocks[c.data_index]]
+            if not fitting:
                 break  # admission in order of arrival: nobody overtakes it
-            _, data_index, count = min(places)
-            take(sequence, data_index, count, is_first=True)
-            room.slots[data_index] -= 1
-            room.load[data_index] += blocks_for(len(sequence), self.tokens_per_block)
+            chunk = min(fitting, key=lambda c: (room.load[c.data_index] - len(c.hit.blocks), c.data_index))
+            take(chunk)
+            room.slots[chunk.data_index] -= 1
+            room.load[chunk.data_index] += blocks_for(len(sequence), self.tokens_per_block) - chunk.hit.num_held
             room.vacancies -= 1
         return chunks
 
-    def _count(self, sequence: Sequence, time: int, tokens: int, *, first: bool) -> int:
-        """How many tokens the sequence may have computed in a program of `time`, 0 for none."""
-        remaining = len(sequence) - sequence.num_tokens
+    def _count(self, sequence: Sequence, start: int, time: int, tokens: int, *, first: bool) -> int:
+        """How many tokens from `start` on may be computed in a program of `time`, 0 for none."""
+        remaining = len(sequence) - start
+        if self.chunked_prefill:
+            return self._cut(start, max(0, min(remaining, time, tokens)), len(sequence))
         # With its output a preempted sequence may be longer than any program, so it may be cut in any case.
-        if self.chunked_prefill or sequence.num_preemptions:
+        if sequence.num_preemptions:
             return max(0, min(remaining, time, tokens))
         return remaining if remaining <= time and (first or remaining <= tokens) else 0
 
-    def _new_blocks(self, sequence: Sequence, count: int) -> int:
-        return blocks_for(sequence.num_tokens + count, self.tokens_per_block) - len(sequence.block_table)
+    def _cut(self, start: int, count: int, length: int) -> int:
+        """At most `count` of the tokens from `start` on, so that the chunk ends where a snapshot can be taken.
 
-    def _blocks_to_start(self, sequence: Sequence, count: int) -> int:
-        """Free blocks without which a waiting sequence does not start.
+        The last chunk of a text ends at the last block boundary before the end: the same text hits there, and every
+        text that goes on from it. An earlier chunk ends at a boundary if that leaves at least half of it.
+        """
+        if not self.for_snapshots:
+            return count
+        is_last = start + count == length
+        boundary = (start + count - is_last) // self.tokens_per_block * self.tokens_per_block
+        return boundary - start if boundary > start and (is_last or 2 * (boundary - start) >= count) else count
+
+    def _blocks_to_start(self, chunk: Chunk) -> int:
+        """Free blocks without which a waiting sequence does not start; what it hits and nobody holds counts as free.
 
         A preempted one needs all for its text and as many as it may just have asked for in vain: it would otherwise
-        take back what it gave up and give way again.
+        take back what it gave up and give way again. So does an imported one, which would have to be computed if it
+        gave way.
         """
-        if sequence.num_preemptions:
-            count = min(len(sequence) + self.spare_tokens, sequence.max_cached_tokens)
-        return blocks_for(count, self.tokens_per_block)
+        sequence, end = chunk.sequence, chunk.end
+        if sequence.num_preemptions or sequence.imported is not None:
+            end = min(len(sequence) + self.spare_tokens, sequence.max_cached_tokens)
+        return blocks_for(end, self.tokens_per_block) - chunk.hit.num_held
 
 
 def prefill_step(
@@ -147,19 +200,21 @@ def prefill_step(
     shape: tuple[int, int],
     chunks: list[Chunk],
     first_new_blocks: list[int],
-    tokens_per_block: int,
+    prefix: PrefixCache,
 ) -> PrefillStep:
     """The step of these chunks, whose blocks are in the block tables from `first_new_blocks` on."""
     sequences = [chunk.sequence for chunk in chunks]
     bucket = buckets.choose_prefill(shape, max(len(s.block_table) for s in sequences))
     tokens = np.zeros((len(chunks), bucket.time), np.int32)
-    new_blocks = np.full((len(chunks), blocks_for(bucket.time, tokens_per_block)), -1, np.int32)
-    for place, ((sequence, _, count, _), first) in enumerate(zip(chunks, first_new_blocks, strict=True)):
+    new_blocks = np.full((len(chunks), blocks_for(bucket.time, prefix.tokens_per_block)), -1, np.int32)
+    for place, (chunk, first) in enumerate(zip(chunks, first_new_blocks, strict=True)):
+        sequence, count = chunk.sequence, chunk.num_tokens
         tokens[place, :count] = sequence.token_ids(sequence.num_tokens, count)
         added = sequence.block_table[first:]
         new_blocks[place, : len(added)] = added
     data_index = _int32(chunk.data_index for chunk in chunks)
     starts, counts = _int32(s.num_tokens for s in sequences), _int32(chunk.num_tokens for chunk in chunks)
+    ends = starts + counts
     return PrefillStep(
         bucket=bucket,
         sequences=sequences,
@@ -171,7 +226,8 @@ def prefill_step(
         starts=starts,
         num_new_tokens=counts,
         tokens=tokens,
-        completes=starts + counts == _int32(map(len, sequences)),
+        completes=ends == _int32(map(len, sequences)),
+        captures=prefix.prefill_captures(sequences, ends),
     )
 
 

@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .booking import book_tokens
 from .buckets import BucketTable
 from .decode import DecodeLayout
 from .holders import Holders, by_arrival
-from .plan import DecodeStep, PrefillStep, StepPlan, blocks_for, blocks_per_decode
+from .in_flight import MAX_PLANS_IN_FLIGHT, PlansInFlight
+from .limits import Limits, check_sizes
+from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_per_decode
+from .preemption import victims
 from .prefill import Chunk, PrefillPolicy, Room, prefill_step
+from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
-
-# Zero-overhead scheduling plans one iteration while the one before runs.
-MAX_PLANS_IN_FLIGHT = 2
+from .snapshots import SnapshotStore
 
 
 class Scheduler:
@@ -33,21 +36,34 @@ class Scheduler:
     nobody overtakes it. max_num_batched_tokens bounds what a plan computes per data index, decode rows included.
     Without chunked prefill a prompt is taken whole, the first of a data index whatever the decode rows leave.
 
+    **Reuse.** With `prefix_caching` a sequence starts behind the longest beginning whose blocks are in the pool of its
+    data index and whose slot state is in host memory (see PrefixCache); it shares these blocks. So what is cached is
+    one more reason to choose a data index, and prompts are cut so that slot states can be captured. A block that
+    nobody holds is free, cached or not; those that start now keep what they hit.
+
     **Preemption.** Only for a block that is needed now and not free: of the sequences of the same data index that
     hold blocks the one that arrived last gives way, the one that decodes itself if it is that one. (DeepInfer takes
-    the one with most output, and also when no block is needed: DB §5.5, §15.2 trap 22.) A started prompt that finds
-    no younger one waits; a new one never preempts. The victim gives all up and is computed again, prompt and output,
-    from its place in the order of arrival, as soon as all blocks for that are free; the results of its steps in
-    flight are dropped. With `stop_preempted_request` it finishes instead.
+    the one with most output, and also when no block is needed: DB §5.5, §15.2 trap 22.) A sequence whose blocks older
+    ones hold too would free nothing, and is passed over. A started prompt that finds no younger one waits; a new one
+    never preempts. The victim gives all up and is computed again, prompt and output, from its place in the order of
+    arrival, as soon as all blocks for that are free; the results of its steps in flight are dropped. It finds again
+    what is still cached of it. With `stop_preempted_request` it finishes instead.
+
+    **Hand-over.** An imported sequence starts like any other, in the order of arrival, but its prompt is computed: it
+    decodes from the next plan on. Without `decodes` nothing decodes: computed prompts are held until `hand_over`, and
+    never give way, as their first token is told and their state is what everything was done for. What needs their
+    blocks waits.
 
     **Progress.** A sequence that is accepted fits into a pool alone. The oldest holder of a data index never gives
-    way and can take the blocks of all others, so it advances in every plan and finishes. The oldest waiting sequence
-    is overtaken by nobody; in front of it are only holders, each of which is the oldest of its index at some time.
-    So all finish, in whatever order requests arrive. `schedulable=False` takes a sequence out of this argument: it
-    keeps what it holds, younger ones pass it, and whoever set it sees to it that it ends.
+    way and can take the blocks of all others: when they have let go, all blocks but its own are free, however they
+    were shared. So it advances in every plan and finishes. The oldest waiting sequence is overtaken by nobody; in
+    front of it are only holders, each of which is the oldest of its index at some time. So all finish, in whatever
+    order requests arrive. `schedulable=False` takes a sequence out of this argument, and so does being held for
+    hand-over: it keeps what it holds, younger ones pass it, and whoever does so sees to it that it ends.
 
     Blocks and slots are freed at once, even while a step that writes to them is in flight: the device runs steps in
-    the order of launch, so what a later owner writes comes later.
+    the order of launch, so what a later owner writes comes later. Such a step writes behind what is booked, so never
+    into a block that others may find.
 
     Arguments:
         buckets: the step programs.
@@ -93,17 +109,30 @@ class Scheduler:
         self.lookahead = 1 + num_drafts
         self.chunked_prefill = chunked_prefill
         self.stop_preempted_request = stop_preempted_request
+        self.decodes = decodes
         longest = max(time for _, time in buckets.prefill_shapes)
         self.prompt_limit = max_model_len if chunked_prefill else min(max_model_len, longest)
         num_slots = -(-max_num_seqs // data_parallel_size)
-        self._check_arguments(num_slots)
+        self._limits = Limits(max_model_len, self.prompt_limit, num_blocks, tokens_per_block, decodes)
+        check_sizes(
+            buckets,
+            self._limits,
+            max_num_seqs=max_num_seqs,
+            num_slots=num_slots,
+            lookahead=self.lookahead,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
 
+        self._prefix = PrefixCache(
+            tokens_per_block, enabled=prefix_caching, snapshot_budget=snapshot_budget, exact_decode=num_drafts == 0
+        )
         self._blocks_per_decode = blocks_per_decode(tokens_per_block, num_drafts)
         self._prefill_policy = PrefillPolicy(
             tokens_per_block=tokens_per_block,
             chunked_prefill=chunked_prefill,
             # A decode step asks for blocks for the tokens in flight and its own.
-            spare_tokens=MAX_PLANS_IN_FLIGHT * self.lookahead,
+            spare_tokens=MAX_PLANS_IN_FLIGHT * self.lookahead if decodes else 0,
+            for_snapshots=self._prefix.captures,
         )
         self.num_preemptions = 0
         self._num_slots = num_slots
@@ -112,7 +141,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> frozenset[Sequence]:
-        """Forgets every plan, and every sequence but those that wait for a slot; all pools are full.
+        """Forgets every plan, all cached state, and every sequence but those that wait for a slot; all pools are full.
 
         For a step that broke, also in the middle of `schedule` or `update`: nothing that it may have left half done
         is relied on. Whoever calls it ends the sequences that are forgotten, those to be reported included.
@@ -123,8 +152,14 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # the decode rows of the plan being made
         self._layout = DecodeLayout.of([], self._blocks_per_decode)
         self._ignored: list[Sequence] = []
-        self._in_flight: list[list[PrefillStep | DecodeStep]] = []  # the steps of each plan that are not booked yet
+        self._in_flight = PlansInFlight()
+        self._prefix.snapshots.clear()
         return frozenset(self._waiting)
+
+    @property
+    def snapshots(self) -> SnapshotStore:
+        """The slot states that sequences may start from, with their counters."""
+        return self._prefix.snapshots
 
     @property
     def num_waiting(self) -> int:
@@ -157,36 +192,20 @@ class Scheduler:
     def total_slots(self) -> int:
         return sum(pool.num_blocks for pool in self._holders.slots)
 
-    def refusal(self, prompt_len: int, max_tokens: int) -> str | None:
-        """Why such a request can never run, with the arithmetic; None if it can."""
-        if prompt_len > self.prompt_limit:
-            without = "" if self.chunked_prefill else " without chunked prefill"
-            return f"the prompt has {prompt_len} tokens, the limit{without} is {self.prompt_limit}"
-        # The last token is given out, never computed on.
-        longest = min(prompt_len + max_tokens - 1, self.max_model_len)
-        blocks = blocks_for(longest, self.tokens_per_block)
-        if blocks > self.num_blocks:
-            return (
-                f"{prompt_len} prompt tokens and max_tokens {max_tokens}, at most {longest} tokens in the cache, need "
-                f"{blocks} blocks of {self.tokens_per_block} tokens, the pool has {self.num_blocks}; lower max_tokens, "
-                "shorten the prompt or give the engine more blocks"
-            )
-        return None
+    def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool = False) -> str | None:
+        """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
+        return self._limits.refusal(prompt_len, max_tokens, imported=imported)
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queues a sequence. One that can never run (see `refusal`) finishes at once; the next plan reports it.
 
-        Raises ValueError for an empty prompt, max_tokens below 1 or limits of its own above the scheduler's.
+        Raises ValueError for an empty prompt, max_tokens below 1, limits of its own above the scheduler's, or
+        imported state that is not of all its tokens but the last, or with which there is nothing to do.
         """
-        if not 0 < sequence.max_model_len <= self.max_model_len or sequence.prompt_len < 1 or sequence.max_tokens < 1:
-            raise ValueError(
-                f"request {sequence.request_id}: prompt_len {sequence.prompt_len} and max_tokens "
-                f"{sequence.max_tokens} must be at least 1, max_model_len {sequence.max_model_len} from 1 to "
-                f"{self.max_model_len}"
-            )
+        self._limits.check_sequence(sequence)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        if self.refusal(sequence.prompt_len, sequence.max_tokens):
+        if self.refusal(sequence.prompt_len, sequence.max_tokens, imported=sequence.imported is not None):
             self._ignore(sequence, SequenceStatus.FINISHED_IGNORED)
         else:
             self._waiting.append(sequence)
@@ -196,16 +215,20 @@ class Scheduler:
 
         Raises RuntimeError if two plans are in flight.
         """
-        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
-            raise RuntimeError(f"{MAX_PLANS_IN_FLIGHT} plans are in flight; update() with the oldest one's results")
+        self._in_flight.check_room()
         grown = self._reserve_decode()
-        prefill = self._plan_prefill()
+        prefill, restores = self._plan_prefill()
         decode = self._plan_decode(grown)  # after prefill, which may take rows away
-        steps = [step for step in (prefill, decode) if step is not None]
-        if steps:
-            self._in_flight.append(steps)
+        self._in_flight.launch(prefill, decode)
         ignored, self._ignored = tuple(self._ignored), []
-        return StepPlan(prefill, decode, ignored)
+        return StepPlan(
+            prefill,
+            decode,
+            ignored,
+            restores,
+            discarded_blocks=tuple(pool.take_discarded() for pool in self._holders.blocks),
+            discarded_slots=tuple(pool.take_discarded() for pool in self._holders.slots),
+        )
 
     def update(
         self,
@@ -222,37 +245,18 @@ class Scheduler:
             tokens: int32 [n, 1 or more], the tokens that each row gave, in the first `counts` columns.
             counts: int32 [n], 1 … 1 + num_drafts in a decode step, not looked at in a prefill step.
             finite: bool [n], False where the logits were not finite; such a sequence fails alone.
-            states: uint8 [slot_bytes] of each of the step's captures.
+            states: uint8 [slot_bytes] of each of the step's captures, in memory of its own, as it is kept.
 
         Returns (row, number of tokens that the sequence took) of each row that took tokens or failed (0 tokens).
-        Raises ValueError for a step that is not of the oldest plan in flight.
+        Raises ValueError for a step that is not of the oldest plan in flight, and if a state is missing.
         """
-        self._land(step)
-        # What the host counted on: of a prompt's last chunk its sample, of a decode step that all drafts are accepted.
-        if isinstance(step, PrefillStep):
-            counts, most = step.completes.astype(np.int32), 1
-        else:
-            most = self.lookahead
-        taken: list[tuple[int, int]] = []
-        finished: list[Sequence] = []
-        dropped, running = step.dropped, SequenceStatus.RUNNING
-        rows = zip(step.sequences, tokens.tolist(), counts.tolist(), finite.tolist(), strict=True)
-        for row, (sequence, token_ids, count, is_finite) in enumerate(rows):
-            if sequence in dropped:
-                continue
-            if not is_finite:
-                sequence.status = SequenceStatus.FINISHED_FAILED
-                number = 0
-            elif count:
-                sequence.num_inflight_steps -= 1
-                number = sequence.append_tokens(token_ids[:count])
-                sequence.num_tokens += number - most
-            else:  # a chunk that is not the last
-                continue
-            taken.append((row, number))
-            if sequence.status is not running:
-                finished.append(sequence)
-        for sequence in finished:
+        if len(states) != len(step.captures):
+            raise ValueError(f"the step captures the state of {len(step.captures)} rows, got {len(states)} states")
+        self._in_flight.land(step)
+        is_finite = finite.tolist()
+        taken, ended = book_tokens(step, tokens, counts, is_finite, self.lookahead)
+        self._prefix.book(step, is_finite, states, self._holders.blocks)
+        for sequence in ended:
             self._release(sequence)
         return taken
 
@@ -292,24 +296,13 @@ class Scheduler:
                 f"{self.total_blocks} blocks and {self.free_slots} of {self.total_slots} slots are free"
             )
 
-    def _check_arguments(self, num_slots: int) -> None:
-        max_blocks = blocks_for(self.max_model_len, self.tokens_per_block)
-        self.buckets.choose_decode(num_slots, max_blocks)
-        for shape in self.buckets.prefill_shapes:
-            self.buckets.choose_prefill(shape, max_blocks)
-        if any(bucket.time != self.lookahead for bucket in self.buckets.decode):
-            raise ValueError(f"a decode program must take {self.lookahead} tokens per row, got {self.buckets.decode}")
-        if self.max_num_batched_tokens < self.max_num_seqs * self.lookahead:
-            raise ValueError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs × (1 + drafts) = "
-                f"{self.max_num_seqs} × {self.lookahead} = {self.max_num_seqs * self.lookahead}"
-            )
-
     def _reserve_decode(self) -> dict[Sequence, int]:
         """Picks the decode rows and gives them their blocks, oldest first.
 
         Returns the former lengths of the block tables that became longer.
         """
+        if not self.decodes:
+            return {}
         tokens_per_block, lookahead = self.tokens_per_block, self.lookahead
         self._decoding = [
             sequence
@@ -340,41 +333,70 @@ class Scheduler:
         for sequence in decoding:
             sequence.num_tokens += self.lookahead
             sequence.num_inflight_steps += 1
-        return self._layout.step(self.buckets, {s: first for s, first in grown.items() if s in self._layout.index})
+        grown = {s: first for s, first in grown.items() if s in self._layout.index}
+        return self._layout.step(self.buckets, grown, self._prefix.decode_captures(decoding))
 
-    def _plan_prefill(self) -> PrefillStep | None:
+    def _plan_prefill(self) -> tuple[PrefillStep | None, tuple[Restore, ...]]:
         """Chooses the chunks, starts new sequences, and gives each chunk its blocks."""
         if not self._waiting and not self._holders.prefilling:
-            return None
+            return None, ()
+        pools = self._holders.blocks
         shape, chosen = self._prefill_policy.choose(
-            self.buckets.prefill_shapes, self._holders.prefilling, self._waiting, self._prefill_room()
+            self.buckets.prefill_shapes,
+            self._holders.prefilling,
+            self._waiting,
+            self._prefill_room(),
+            lambda sequence, data_index: self._prefix.find(sequence, pools[data_index]),
         )
+        for chunk in chosen:
+            # There are blocks for all that starts now, these included: so these are not among those handed out first.
+            pools[chunk.data_index].touch(chunk.hit.blocks)
         num_preemptions = self.num_preemptions
         chunks: list[Chunk] = []
         first_new_blocks: list[int] = []
+        restores: list[Restore] = []
         for chunk in chosen:
             sequence = chunk.sequence
             if chunk.is_first:
                 if self.num_preemptions > num_preemptions:
                     break  # what gave way just now waits in front of it
-                self._waiting.remove(sequence)
-                self._holders.start(sequence, chunk.data_index)
+                restores += self._start(chunk)
             elif sequence.state_id < 0:  # it gave way to an older one
                 continue
             first = len(sequence.block_table)
-            if self._reserve(sequence, sequence.num_tokens + chunk.num_tokens):
+            if chunk.num_tokens and self._reserve(sequence, chunk.end):
                 chunks.append(chunk)
                 first_new_blocks.append(first)
         if not chunks:
-            return None
-        step = prefill_step(self.buckets, shape, chunks, first_new_blocks, self.tokens_per_block)
+            return None, tuple(restores)
+        step = prefill_step(self.buckets, shape, chunks, first_new_blocks, self._prefix)
         for chunk, completes in zip(chunks, step.completes.tolist(), strict=True):
-            chunk.sequence.num_tokens += chunk.num_tokens
+            chunk.sequence.num_tokens = chunk.end
             if completes:
                 chunk.sequence.num_inflight_steps += 1
-                chunk.sequence.status = SequenceStatus.RUNNING
-                self._holders.complete(chunk.sequence)
-        return step
+                self._complete(chunk.sequence)
+        return step, tuple(restores)
+
+    def _start(self, chunk: Chunk) -> list[Restore]:
+        """Gives a waiting sequence its slot, and the state that it starts with, if it does."""
+        sequence, imported, hit = chunk.sequence, chunk.sequence.imported, chunk.hit.blocks
+        self._waiting.remove(sequence)
+        self._holders.start(sequence, chunk.data_index, hit)
+        if imported is not None:
+            self._reserve(sequence, imported.num_tokens)
+            sequence.imported, sequence.num_tokens = None, imported.num_tokens
+            self._complete(sequence)
+            return [Restore(sequence, imported.num_tokens, imported.state, imported.blocks)]
+        if not hit:
+            return []
+        sequence.num_tokens = len(hit) * self.tokens_per_block
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_tokens
+        return [Restore(sequence, sequence.num_tokens, self._prefix.take(sequence, len(hit)))]
+
+    def _complete(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self._holders.complete(sequence)
 
     def _prefill_room(self) -> Room:
         tokens = [self.max_num_batched_tokens] * len(self._holders.blocks)
@@ -396,11 +418,10 @@ class Scheduler:
         missing = self._holders.missing_blocks(sequence, num_tokens)
         pool = self._holders.blocks[sequence.data_index]
         if missing > pool.num_free:
-            younger = self._holders.younger(sequence)
-            if missing > pool.num_free + sum(len(other.block_table) for other in younger):
+            for other in victims(missing, self._holders.younger(sequence, running=self.decodes), pool):
+                self._preempt(other)
+            if missing > pool.num_free:
                 return False
-            while missing > pool.num_free:
-                self._preempt(younger.pop())
         sequence.block_table += pool.allocate(missing)
         return True
 
@@ -421,17 +442,8 @@ class Scheduler:
         self._holders.release(sequence)
         if sequence in self._decoding:
             self._decoding.remove(sequence)
-        for steps in self._in_flight:
-            for step in steps:
-                step.dropped.add(sequence)
+        self._in_flight.drop(sequence)
 
     def _ignore(self, sequence: Sequence, status: SequenceStatus) -> None:
         sequence.status = status
         self._ignored.append(sequence)
-
-    def _land(self, step: PrefillStep | DecodeStep) -> None:
-        if not self._in_flight or step not in self._in_flight[0]:
-            raise ValueError("the step is not of the oldest plan in flight; book each step once, plan by plan")
-        self._in_flight[0].remove(step)
-        if not self._in_flight[0]:
-            self._in_flight.pop(0)

@@ -105,6 +105,10 @@ class Sequence:
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
         num_cached_tokens: so many were, when it first started.
         imported: the state with which it starts, instead of computing its prompt; None once it has started.
+        block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
+        num_published: so many blocks of its table have been named, by it or by others.
+        published: (data index, block, key) of each block that it has named.
+        snapshot_keys: those of the snapshots that were taken of it.
     """
 
     seq_id: int
@@ -133,6 +137,10 @@ class Sequence:
     most_cached_tokens: int | None = None
     num_cached_tokens: int = 0
     imported: Imported | None = None
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    published: list[tuple[int, int, bytes]] = field(default_factory=list)
+    snapshot_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.

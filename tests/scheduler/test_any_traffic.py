@@ -2,21 +2,23 @@
 
 import random
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from twin import Twin, make_scheduler, make_sequence
+from twin import EOS, Twin, imported, make_scheduler, make_sequence
 
-from deepinfer_jax.scheduler import SequenceStatus, blocks_for
+from deepinfer_jax.scheduler import Sequence, SequenceStatus, blocks_for
 
 MAX_MODEL_LEN = 32
 
 
 class AnyTraffic(RuleBasedStateMachine):
-    """add / launch / land / abort / fail / hold back, in any order, on a scheduler of any size.
+    """add / import / launch / land / abort / fail / hold back / hand over, in any order, on a scheduler of any size.
 
-    Preemption comes by itself: the pools hold little more than one sequence. The twin checks every plan, result and
-    account; at the end all must finish, each told once, with the text that it would have had alone.
+    Preemption comes by itself: the pools hold little more than one sequence. So do hits: many prompts begin alike, and
+    some go on from what others said. The twin checks every plan, result and account; at the end all must finish, each
+    told once, with the text that it would have had alone.
     """
 
     @initialize(data=st.data())
@@ -37,6 +39,9 @@ class AnyTraffic(RuleBasedStateMachine):
             max_programs=data.draw(st.sampled_from([2, 3, 12])),
             chunked_prefill=data.draw(st.booleans()),
             stop_preempted_request=data.draw(st.booleans()),
+            prefix_caching=data.draw(st.sampled_from([True, True, False])),
+            snapshot_budget=data.draw(st.sampled_from([10_000, 300, 100, 99, 0])),
+            decodes=data.draw(st.sampled_from([True, True, False])),
         )
         self.twin = Twin(scheduler, seed=data.draw(st.integers(0, 3)))
         self.depth = data.draw(st.integers(1, 2))
@@ -53,6 +58,46 @@ class AnyTraffic(RuleBasedStateMachine):
     def add_several(self, count: int) -> None:
         for _ in range(count):
             self.add(prompt_len=5, max_tokens=12, schedulable=True)
+
+    @rule(
+        word=st.integers(0, 1),
+        num_words=st.integers(1, 30),
+        tail=st.lists(st.integers(0, 1), max_size=3),
+        max_tokens=st.integers(1, 12),
+        most_cached_tokens=st.sampled_from([None, None, None, 0, 5, 16]),
+    )
+    def add_one_that_begins_like_others(
+        self, word: int, num_words: int, tail: list[int], max_tokens: int, most_cached_tokens: int | None
+    ) -> None:
+        sequence = self.twin.add(self._sequence([word] * num_words + tail, max_tokens))
+        sequence.most_cached_tokens = most_cached_tokens
+
+    @precondition(lambda self: any(s.status == SequenceStatus.FINISHED_LENGTH_CAPPED for s in self.twin.sequences))
+    @rule(seed=st.integers(0, 9), more=st.lists(st.integers(0, 1), min_size=1, max_size=3), reuse=st.booleans())
+    def add_a_second_turn(self, seed: int, more: list[int], reuse: bool) -> None:
+        ended = [s for s in self.twin.sequences if s.status == SequenceStatus.FINISHED_LENGTH_CAPPED]
+        first = random.Random(seed).choice(ended)
+        prompt = first.prompt_token_ids.tolist() + first.output_token_ids + more
+        self.twin.add(self._sequence(prompt, max_tokens=6)).reuse = reuse
+
+    @precondition(lambda self: self.twin.scheduler.decodes)
+    @rule(word=st.integers(0, 1), num_words=st.integers(1, 20), num_outputs=st.integers(1, 4))
+    def add_an_imported_one(self, word: int, num_words: int, num_outputs: int) -> None:
+        sequence = self._sequence([word] * num_words, max_tokens=num_outputs + 8)
+        self.twin.add(imported(sequence, num_outputs, self.twin.scheduler.tokens_per_block))
+
+    def _sequence(self, prompt: list[int], max_tokens: int) -> Sequence:
+        number = len(self.twin.sequences)
+        tokens = np.asarray(prompt, np.int32)
+        return Sequence(number, str(number), tokens, max_tokens, EOS, MAX_MODEL_LEN, ignore_eos=number % 2 == 0)
+
+    @precondition(lambda self: self.twin.held())
+    @rule(seed=st.integers(0, 9))
+    def hand_over(self, seed: int) -> None:
+        sequence = random.Random(seed).choice(self.twin.held())
+        state = self.twin.hand_over(sequence)
+        text = sequence.prompt_token_ids.tolist() + sequence.output_token_ids
+        assert state.state.tokens == text[:-1] == [token for block in state.blocks for token in block]
 
     @precondition(lambda self: len(self.twin.in_flight) < self.depth)
     @rule()
@@ -81,7 +126,8 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @rule(ids=st.sets(st.integers(0, 12), max_size=3))
     def abort(self, ids: set[int]) -> None:
-        hit = [s for s in self.twin.sequences if s.seq_id in ids and not s.status.finished]
+        unfinished = [s for s in self.twin.sequences if not s.status.finished and s not in self.twin.handed_over]
+        hit = [s for s in unfinished if s.seq_id in ids]
         assert self.twin.scheduler.abort({str(i) for i in ids}) == (len(hit), sum(map(len, hit)))
         assert all(s.finish_reason == "abort" for s in hit)
         self.twin.check_accounts()

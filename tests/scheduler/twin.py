@@ -1,19 +1,14 @@
-"""A brute-force device that runs plans, and the checks that hold around every plan.
+"""The checks that hold around every plan, on a scheduler whose plans a brute-force device runs."""
 
-The device keeps what a real one keeps: pools of blocks, and per slot a length, a last token and a block table that
-grows by what steps send. It runs steps when they are launched, in their order, as a real one does, whatever the host
-learns of them later. Every row must read back exactly its own tokens through its block table; the next token is a
-hash of all of them, so a right continuation proves blocks, slots, chunks, preemption and data index.
-"""
-
-import random
-from dataclasses import dataclass, field
+from collections import Counter
 
 import numpy as np
+from twin_device import Device, State, next_token
 
 from deepinfer_jax.scheduler import (
     BucketTable,
     DecodeStep,
+    Imported,
     PrefillStep,
     Scheduler,
     Sequence,
@@ -24,12 +19,6 @@ from deepinfer_jax.scheduler import (
 )
 
 EOS = 0
-GARBAGE = -99
-
-
-def next_token(tokens: list[int]) -> int:
-    """The continuation of a text; EOS about once in 40 tokens."""
-    return hash(tuple(tokens)) % 40
 
 
 def continuation(sequence: Sequence) -> list[int]:
@@ -55,6 +44,20 @@ def endless(seq_id: int, prompt_len: int, max_tokens: int = 20) -> Sequence:
     return sequence
 
 
+def imported(sequence: Sequence, num_outputs: int, tokens_per_block: int) -> Sequence:
+    """The sequence after up to `num_outputs` tokens of output on another engine, with the state of all but the last."""
+    text = sequence.prompt_token_ids.tolist()
+    for _ in range(min(num_outputs, sequence.output_limit - 1)):
+        if next_token(text) == sequence.eos_id and not sequence.ignore_eos:
+            break
+        text.append(next_token(text))
+    sequence.output_token_ids = text[sequence.prompt_len :]
+    blocks = [text[:-1][start : start + tokens_per_block] for start in range(0, len(text) - 1, tokens_per_block)]
+    if blocks:
+        sequence.imported = Imported(len(text) - 1, State(text[:-1], sequence), blocks)
+    return sequence
+
+
 def make_scheduler(
     *,
     max_num_seqs: int = 4,
@@ -68,6 +71,9 @@ def make_scheduler(
     max_programs: int = 12,
     chunked_prefill: bool = True,
     stop_preempted_request: bool = False,
+    prefix_caching: bool = False,
+    snapshot_budget: int = 10_000,
+    decodes: bool = True,
     buckets: BucketTable | None = None,
 ) -> Scheduler:
     """A small scheduler with the programs that its limits ask for."""
@@ -91,108 +97,10 @@ def make_scheduler(
         num_drafts=num_drafts,
         chunked_prefill=chunked_prefill,
         stop_preempted_request=stop_preempted_request,
+        prefix_caching=prefix_caching,
+        snapshot_budget=snapshot_budget,
+        decodes=decodes,
     )
-
-
-@dataclass
-class Slot:
-    """What the device keeps of a slot: the tokens it has computed or sampled, and its block table."""
-
-    text: list[int] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)
-
-
-class Device:
-    """Runs the steps of a scheduler's plans."""
-
-    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
-        self.scheduler = scheduler
-        self.tokens_per_block = scheduler.tokens_per_block
-        size = scheduler.total_slots // scheduler.data_parallel_size
-        self.slots = [[Slot() for _ in range(size)] for _ in range(scheduler.data_parallel_size)]
-        self.memory: dict[tuple[int, int, int], int] = {}  # (data index, block, offset) -> token
-        self.random = random.Random(seed)
-
-    def run(self, step: PrefillStep | DecodeStep) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, counts) of the step."""
-        check_shape(step)
-        run_row = self._prefill_row if isinstance(step, PrefillStep) else self._decode_row
-        rows = [run_row(step, index) for index in range(len(step.sequences))]  # type: ignore[arg-type]
-        width = 1 if isinstance(step, PrefillStep) else self.scheduler.lookahead
-        tokens = np.full((len(rows), width), GARBAGE, np.int32)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = row
-        return tokens, np.asarray([len(row) for row in rows], np.int32)
-
-    def _slot(self, step: PrefillStep | DecodeStep, index: int) -> Slot:
-        slot = self.slots[step.data_index[index]][step.slots[index]]
-        new = [block for block in step.new_blocks[index].tolist() if block >= 0]
-        if isinstance(step, PrefillStep) and step.starts[index] == 0:
-            slot.text, slot.table = [], []
-        if new:
-            assert step.first_new_block[index] == len(slot.table), "block tables grow at their end"
-            slot.table += new
-        return slot
-
-    def _write(self, step: PrefillStep | DecodeStep, index: int, slot: Slot, start: int, tokens: list[int]) -> None:
-        for position, token in enumerate(tokens, start):
-            if position // self.tokens_per_block < len(slot.table):
-                block = slot.table[position // self.tokens_per_block]
-                self.memory[int(step.data_index[index]), block, position % self.tokens_per_block] = token
-
-    def _read(self, step: PrefillStep | DecodeStep, index: int, slot: Slot, count: int) -> list[int]:
-        assert blocks_for(count, self.tokens_per_block) <= min(step.bucket.width, len(slot.table))
-        return [
-            self.memory[int(step.data_index[index]), slot.table[p // self.tokens_per_block], p % self.tokens_per_block]
-            for p in range(count)
-        ]
-
-    def _prefill_row(self, step: PrefillStep, index: int) -> list[int]:
-        sequence, slot = step.sequences[index], self._slot(step, index)
-        start, count = int(step.starts[index]), int(step.num_new_tokens[index])
-        new = step.tokens[index].tolist()
-        text = sequence.prompt_token_ids.tolist() + sequence.output_token_ids
-        assert new == text[start : start + count] + [0] * (step.bucket.time - count)
-        assert step.completes[index] == (start + count == len(text))
-        assert len(slot.text) == start, "chunks follow each other"
-        self._write(step, index, slot, start, new[:count])
-        slot.text = self._read(step, index, slot, start + count)
-        assert slot.text == text[: start + count], "a row reads its own tokens"
-        if not step.completes[index]:
-            return []
-        slot.text.append(next_token(slot.text))
-        return slot.text[-1:]
-
-    def _decode_row(self, step: DecodeStep, index: int) -> list[int]:
-        sequence, slot = step.sequences[index], self._slot(step, index)
-        known, computed = slot.text, len(slot.text) - 1
-        if computed >= sequence.max_cached_tokens:  # surely finished; the host does not know yet
-            return [GARBAGE] * self.scheduler.lookahead
-        if computed:
-            assert self._read(step, index, slot, computed) == known[:computed], "a row reads its own tokens"
-        accepted = [next_token(known)]
-        for _ in range(self.random.randrange(self.scheduler.lookahead)):
-            accepted.append(next_token(known + accepted))
-        drafts = (accepted[:-1] + [GARBAGE] * self.scheduler.num_drafts)[: self.scheduler.num_drafts]
-        self._write(step, index, slot, computed, [known[-1], *drafts])
-        last_needed = min(computed + len(accepted), sequence.max_cached_tokens)
-        assert self._read(step, index, slot, last_needed) == (known + accepted)[:last_needed]
-        slot.text = known + accepted
-        return accepted
-
-
-def check_shape(step: PrefillStep | DecodeStep) -> None:
-    """The rows fit the bucket, and no two are in one place or one slot."""
-    n = len(step.sequences)
-    assert n and len(set(step.sequences)) == n
-    for array in (step.data_index, step.row, step.slots, step.first_new_block):
-        assert array.shape == (n,) and array.dtype == np.int32
-    assert (step.row >= 0).all() and (step.row < step.bucket.rows).all()
-    places = list(zip(step.data_index.tolist(), step.row.tolist(), strict=True))
-    slots = list(zip(step.data_index.tolist(), step.slots.tolist(), strict=True))
-    assert len(set(places)) == len(set(slots)) == n
-    if isinstance(step, PrefillStep):
-        assert (step.num_new_tokens >= 1).all() and (step.num_new_tokens <= step.bucket.time).all()
 
 
 class Twin:
@@ -203,6 +111,7 @@ class Twin:
         ends: sequence -> how often a plan or an update told that it has ended.
         in_flight: the plans that are not booked, with their results.
         num_plans: how many were scheduled.
+        handed_over: those that were, which nothing is told of any more.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
@@ -210,8 +119,9 @@ class Twin:
         self.device = Device(scheduler, seed)
         self.sequences: list[Sequence] = []
         self.ends: dict[Sequence, int] = {}
-        self.in_flight: list[tuple[StepPlan, dict[int, tuple[np.ndarray, np.ndarray]]]] = []
+        self.in_flight: list[tuple[StepPlan, dict[int, tuple[np.ndarray, np.ndarray, list[State]]]]] = []
         self.num_plans = 0
+        self.handed_over: set[Sequence] = set()
 
     def add(self, sequence: Sequence) -> Sequence:
         self.sequences.append(sequence)
@@ -222,20 +132,26 @@ class Twin:
         """Schedules a plan and runs it."""
         may_decode = [s for s in self.sequences if self._may_decode(s)]
         preemptions = {s: s.num_preemptions for s in self.sequences}
+        tables = {s: {*s.block_table} for s in self.sequences}
         plan = self.scheduler.schedule()
         self._check_plan(plan)
         self.num_plans += 1
         assert self.num_plans < 20_000, "no end"
         if self.scheduler.data_parallel_size == 1 and plan.prefill:
-            assert all(s.num_preemptions == preemptions[s] for s in plan.prefill.sequences), "given up and taken back"
+            for sequence in plan.prefill.sequences:
+                # It may come back if it shares now what it had twice before.
+                others = {block for s in self.sequences if s is not sequence for block in s.block_table}
+                shares = others.intersection(sequence.block_table) - tables[sequence]
+                assert shares or sequence.num_preemptions == preemptions[sequence], "given up and taken back"
         for sequence in plan.ignored:
             self._count_end(sequence)
         decoding = plan.decode.sequences if plan.decode else []
         for sequence in may_decode:
             assert sequence in decoding or sequence.num_preemptions > preemptions[sequence], "decode starves"
         assert set(decoding) <= set(may_decode), "a decode step in vain"
-        if not plan.empty:
-            steps = [step for step in (plan.prefill, plan.decode) if step]
+        self.device.prepare(plan)
+        steps = [step for step in (plan.prefill, plan.decode) if step]
+        if steps:
             self.in_flight.append((plan, {id(step): self.device.run(step) for step in steps}))
         self.check_accounts()
         return plan
@@ -246,11 +162,11 @@ class Twin:
         for step in (plan.prefill, plan.decode):
             if step is None:
                 continue
-            tokens, counts = results[id(step)]
+            tokens, counts, states = results[id(step)]
             lengths = [s.output_len for s in step.sequences]
             finished = [s.status.finished for s in step.sequences]
             finite = np.asarray([s not in (failing or set()) for s in step.sequences])
-            for row, number in self.scheduler.update(step, tokens, counts, finite):
+            for row, number in self.scheduler.update(step, tokens, counts, finite, states):
                 sequence = step.sequences[row]
                 assert not finished[row], "an ended sequence takes nothing"
                 assert sequence.output_token_ids[lengths[row] :] == tokens[row, :number].tolist()
@@ -271,49 +187,81 @@ class Twin:
     def drain(self, depth: int = 1) -> None:
         """Runs until nothing is unfinished, `depth` plans in flight; then every sequence has ended once, and right."""
         while self.scheduler.num_unfinished or self.in_flight:
+            for sequence in self.held():
+                self.hand_over(sequence)
             while len(self.in_flight) >= depth:
                 self.land()
             plan = self.launch()
             if plan.empty and self.in_flight:
                 self.land()
             elif plan.empty:
-                assert plan.ignored or not self.scheduler.num_unfinished, "wedged: work is left, and no step"
+                assert plan.ignored or self.held() or not self.scheduler.num_unfinished, (
+                    "wedged: work is left, and no step"
+                )
         self.scheduler.check_idle()
         for sequence in self.sequences:
+            if sequence in self.handed_over:
+                assert sequence not in self.ends and sequence.output_token_ids == continuation(sequence)[:1]
+                continue
             assert self.ends.get(sequence) == 1, f"sequence {sequence.seq_id} ended {self.ends.get(sequence)} times"
             if sequence.finish_reason in ("stop", "length"):
                 assert sequence.output_token_ids == continuation(sequence)
             assert sequence.output_token_ids == continuation(sequence)[: sequence.output_len]
 
+    def held(self) -> list[Sequence]:
+        """Sequences that can be handed over."""
+        if self.scheduler.decodes:
+            return []
+        running = [s for s in self.sequences if s.status == SequenceStatus.RUNNING and s not in self.handed_over]
+        return [s for s in running if not self._in_flight(s)]
+
+    def hand_over(self, sequence: Sequence) -> Imported:
+        """Its state, after which the scheduler lets go of it."""
+        count = len(sequence) - 1
+        text = self.device.slots[sequence.data_index][sequence.state_id].text
+        table = sequence.block_table[: blocks_for(count, self.scheduler.tokens_per_block)]
+        blocks = [self.device.block(sequence.data_index, block) for block in table]
+        self.scheduler.hand_over(sequence)
+        self.handed_over.add(sequence)
+        self.check_accounts()
+        return Imported(count, State(text[:count], sequence), blocks)
+
     def check_accounts(self) -> None:
         """Blocks and slots against what the sequences themselves say that they hold."""
         scheduler = self.scheduler
-        blocks: list[tuple[int, int]] = []
+        owners: dict[tuple[int, int], tuple[int, list[int]]] = {}  # block -> its number in tables, tokens up to its end
         slots: list[tuple[int, int]] = []
         for s in self.sequences:
             assert (s.state_id >= 0) == (s.data_index >= 0)
             if s.state_id < 0:
                 assert not s.block_table
                 continue
+            assert s not in self.handed_over
             assert not s.status.finished
             assert len(s.block_table) * scheduler.tokens_per_block >= min(s.num_tokens, s.max_cached_tokens)
             if s.status == SequenceStatus.RUNNING:
                 in_flight = self._in_flight(s)
                 assert s.total_inflight_tokens == sum(in_flight) and s.num_tokens == len(s) - 1 + sum(in_flight)
                 assert s.num_inflight_steps == len(in_flight)
-            blocks += [(s.data_index, block) for block in s.block_table]
+            text = s.prompt_token_ids.tolist() + s.output_token_ids
+            for number, block in enumerate(s.block_table):
+                beginning = text[: (number + 1) * scheduler.tokens_per_block]
+                assert owners.setdefault((s.data_index, block), (number, beginning)) == (number, beginning), (
+                    "two owners"
+                )
             slots.append((s.data_index, s.state_id))
-        assert len(set(blocks)) == len(blocks) and len(set(slots)) == len(slots), "two owners"
-        assert all(0 <= block < scheduler.num_blocks for _, block in blocks)
-        assert scheduler.free_blocks == scheduler.total_blocks - len(blocks)
+        assert len(set(slots)) == len(slots), "two owners"
+        assert all(0 <= block < scheduler.num_blocks for _, block in owners)
+        assert scheduler.free_blocks == scheduler.total_blocks - len(owners)
+        assert scheduler.snapshots.used <= scheduler.snapshots.budget
         assert scheduler.free_slots == scheduler.total_slots - len(slots)
         assert scheduler.num_running == len(slots) <= scheduler.max_num_seqs
-        waiting = [s for s in self.sequences if not s.status.finished and s.state_id < 0]
+        waiting = [s for s in self.sequences if not s.status.finished and s.state_id < 0 and s not in self.handed_over]
         assert scheduler.num_waiting == len(waiting)
 
     def _may_decode(self, sequence: Sequence) -> bool:
         """Its prompt is computed, and its results in flight may leave something to generate."""
-        if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable:
+        if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.decodes:
             return False
         output = sequence.output_len + len(self._in_flight(sequence))  # each step gives at least one
         return output < sequence.max_tokens and sequence.prompt_len + output <= sequence.max_model_len
@@ -336,6 +284,12 @@ class Twin:
         rows = [sequence for step in steps for sequence in step.sequences]
         assert len(set(rows)) == len(rows), "no sequence is in both steps"
         assert all(step.bucket in scheduler.buckets.all and not step.dropped for step in steps)
+        for restore in plan.restores:
+            sequence = restore.sequence
+            assert 0 < restore.num_tokens < len(sequence) and (sequence in rows) == (restore.blocks is None)
+            if plan.prefill and sequence in rows:
+                assert plan.prefill.starts[plan.prefill.sequences.index(sequence)] == restore.num_tokens
+        self._check_blocks(plan, steps)
         if plan.prefill:
             per_index = np.zeros(scheduler.data_parallel_size, int)
             np.add.at(per_index, plan.prefill.data_index, plan.prefill.num_new_tokens)
@@ -343,6 +297,25 @@ class Twin:
                 np.add.at(per_index, plan.decode.data_index, scheduler.lookahead)
             if scheduler.chunked_prefill:
                 assert (per_index <= scheduler.max_num_batched_tokens).all()
+
+    def _check_blocks(self, plan: StepPlan, steps: list[PrefillStep | DecodeStep]) -> None:
+        """Who gets blocks gets them alone, and what is discarded can be matched by nobody."""
+        holders = [s for s in self.sequences if s.state_id >= 0]
+        references = Counter((s.data_index, block) for s in holders for block in s.block_table)
+        given = [
+            (int(index), block)
+            for step in steps
+            for index, blocks in zip(step.data_index, step.new_blocks.tolist(), strict=True)
+            for block in blocks
+            if block >= 0
+        ]
+        given += [(r.sequence.data_index, b) for r in plan.restores if r.blocks for b in r.sequence.block_table]
+        assert all(references[block] == 1 for block in given) and len(set(given)) == len(given)
+        keys = {key for s in self.sequences for key in s.block_keys}
+        for data_index, pool in enumerate(self.scheduler._holders.blocks):
+            discarded = set(plan.discarded_blocks[data_index])
+            assert discarded.isdisjoint(pool.match(key) for key in keys)
+            assert all((data_index, b) in given or not references[data_index, b] for b in discarded)
 
     def _count_end(self, sequence: Sequence) -> None:
         assert sequence.status.finished
