@@ -1,9 +1,14 @@
 """Who gives way when a block is needed, when it comes back, and what the others notice of it."""
 
-import pytest
-from twin import Twin, continuation, decoded, endless, make_scheduler, prefilled
+import itertools
 
-from deepinfer_jax.scheduler import Bucket, BucketTable, Sequence, SequenceStatus
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from twin import Twin, continuation, decoded, endless, make_scheduler, make_sequence, prefilled
+
+from deepinfer_jax.scheduler import BlockManager, Bucket, BucketTable, Sequence, SequenceStatus
+from deepinfer_jax.scheduler.preemption import victims
 
 
 def two_of_which_one_must_give_way(**limits: bool) -> tuple[Twin, Sequence, Sequence]:
@@ -121,3 +126,66 @@ def test_nobody_new_overtakes_what_gave_way_in_the_same_plan() -> None:
     assert prefilled(twin.step()) == [(0, 12, 4), (1, 12, 4)]
     assert twin.sequences[2].num_preemptions == 1
     twin.drain()
+
+
+# Who gives way when blocks are shared
+
+
+def holders_of(pool: BlockManager, *tables: list[int]) -> list[Sequence]:
+    """Sequences with these block tables, in a pool all of whose blocks are allocated once already."""
+    sequences = []
+    for seq_id, table in enumerate(tables):
+        sequences.append(make_sequence(seq_id, 1))
+        sequences[-1].block_table = table
+        pool.pin(table)
+    return sequences
+
+
+def test_a_sequence_that_would_free_nothing_is_passed_over() -> None:
+    pool = BlockManager(6)
+    blocks = pool.allocate(6)
+    sharing, alone, unneeded = holders_of(pool, [0, 1], [0, 2, 3], [4, 5])
+    pool.free(blocks[2:])
+    assert victims(1, [sharing, alone, unneeded], pool) == [alone]  # 0 and 1 are held by others still
+    assert victims(3, [sharing, alone, unneeded], pool) == [alone, unneeded]
+    assert victims(5, [sharing, alone, unneeded], pool) == []
+
+
+def test_what_two_share_is_free_when_both_have_let_it_go() -> None:
+    pool = BlockManager(4)
+    blocks = pool.allocate(4)
+    first, second = holders_of(pool, [0, 1, 2], [0, 1, 3])
+    pool.free(blocks)
+    assert victims(1, [first, second], pool) == [first]
+    assert victims(2, [first, second], pool) == [first, second]
+    assert victims(4, [first, second], pool) == [first, second]
+
+
+@given(
+    tables=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=5),
+    kept=st.sets(st.integers(0, 5)),
+    wanted=st.integers(1, 6),
+)
+def test_nobody_gives_way_in_vain_and_nobody_is_spared_if_all_are_needed(
+    tables: list[set[int]], kept: set[int], wanted: int
+) -> None:
+    pool = BlockManager(6)
+    blocks = pool.allocate(6)
+    candidates = holders_of(pool, *map(sorted, tables))
+    pool.free([block for block in blocks if block not in kept])
+    missing = pool.num_free + wanted
+
+    def num_free(gone: list[Sequence]) -> int:
+        held = kept.union(*(s.block_table for s in candidates if s not in gone))
+        return 6 - len(held)
+
+    chosen = victims(missing, candidates, pool)
+    if num_free(candidates) < missing:
+        assert chosen == []
+        return
+    assert num_free(chosen) >= missing
+    for spared in chosen:
+        assert num_free([s for s in chosen if s is not spared]) < missing
+    # The last of them is no further back than it must be.
+    first = next(n for n in itertools.count(1) if num_free(candidates[:n]) >= missing)
+    assert chosen[-1] is candidates[first - 1]
