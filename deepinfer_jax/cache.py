@@ -4,8 +4,9 @@ forward pass asks of it (`View`), and its dense form. `paged_cache.py` has the p
 Each row of the batch has its own length, so rows of different ages share one cache.
 """
 
+import copy
 import dataclasses
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,12 @@ class View(Protocol):
     start: jax.Array
     lengths: jax.Array
     positions: jax.Array
+
+    def last(self, lengths: jax.Array, time: int) -> Self:
+        """A view of each row's last `lengths` new tokens, int32 [batch], in `time` columns.
+
+        Rings and pools are shared: either view reads what the other writes.
+        """
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
         """Writes the new keys of a layer and returns the keys that its rows may see.
@@ -206,7 +213,25 @@ class DenseIndexKeys:
         return jnp.take(self.keys, first + jnp.arange(size), axis=1, mode="clip")
 
 
-class CacheView:
+class NewRows:
+    """The new tokens of a step as a view knows them; subclasses keep what is written in lists.
+
+    start, lengths: int32 [batch]; time: columns.
+    """
+
+    def __init__(self, start: jax.Array, lengths: jax.Array, time: int) -> None:
+        self.start = start
+        self.lengths = lengths
+        self._time = time
+        self.positions = new_positions(start, lengths, time)
+
+    def last(self, lengths: jax.Array, time: int) -> Self:
+        view = copy.copy(self)  # not deep: both have the same lists
+        NewRows.__init__(view, self.start + self.lengths - lengths, lengths, time)
+        return view
+
+
+class CacheView(NewRows):
     """`View` of a dense cache.
 
     in_order: window keys always come in order of position, also in steps of one token.
@@ -222,6 +247,7 @@ class CacheView:
         *,
         in_order: bool = False,
     ) -> None:
+        super().__init__(cache.lengths, lengths, time)
         self._in_order = in_order
         self._cache = cache
         self._arith = arith
@@ -233,10 +259,6 @@ class CacheView:
         self._open_groups = list(cache.open_groups)
         self._draft_windows = list(cache.draft_windows)
         self._ngrams = cache.ngrams
-        self.start = cache.lengths
-        self.lengths = lengths
-        self.positions = new_positions(self.start, lengths, time)
-        self._time = time
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
         ring = self._windows[layer]

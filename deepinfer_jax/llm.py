@@ -152,6 +152,7 @@ class LLM:
     def _check(self, source: Any, is_text: bool, params: SamplingParams) -> _Checked:
         ids = np.empty(0, np.int64)
         try:
+            self.llm_engine.check_params(params)
             ids = token_ids(self._encode(source) if is_text else source)
             if problem := self.llm_engine.request_problem(ids, params):
                 return _Checked(params, ids, problem)

@@ -11,8 +11,8 @@ from deepinfer_jax.arithmetic import Arithmetic
 from deepinfer_jax.cache import (
     DEAD,
     Groups,
+    NewRows,
     OpenGroup,
-    new_positions,
     ordered_window,
     positions_before,
     ring_positions,
@@ -62,7 +62,7 @@ class PagedIndexKeys:
         return keys.reshape(-1, size, keys.shape[-1])
 
 
-class PagedView:
+class PagedView(NewRows):
     """`View` of the pools. The rows of a step are those of all data indices one after another, batch = data · rows.
 
     An idle row has no tokens and a slot out of range.
@@ -85,12 +85,12 @@ class PagedView:
 
         in_order: window keys always come in order of position, also in steps of one token.
         """
+        super().__init__(starts.reshape(-1), lengths.reshape(-1), time)
         self._tables = tables
         self._slots = slots
         self._arith = arith
         self._rollback = jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window
         self._owners = config.text.kv_source_layer_ids
-        self._time = time
         self._in_order = in_order
         self._entries = list(cache.entries)
         self._index_keys = list(cache.index_keys)
@@ -98,9 +98,6 @@ class PagedView:
         self._open_groups = list(cache.open_groups)
         self._ngrams = cache.ngrams
         self._draft_windows = list(cache.draft_windows)
-        self.start = starts.reshape(-1)
-        self.lengths = lengths.reshape(-1)
-        self.positions = new_positions(self.start, self.lengths, time)
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
         if self._time == 1 and not self._in_order:

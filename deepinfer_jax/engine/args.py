@@ -260,6 +260,7 @@ class EngineArgs:
         max_len_in_memory: int | None = None,
         num_drafts: int = 0,
         zero_overhead_scheduling: bool = True,
+        keep_tokens: int | None = None,
     ) -> EngineLimits:
         """The engine's sizes for a model trained up to `max_position_embeddings` positions.
 
@@ -267,6 +268,7 @@ class EngineArgs:
             max_len_in_memory: longest sequence that the memory left for the cache holds; None: not known to be short.
             num_drafts: tokens drafted per step.
             zero_overhead_scheduling: whether steps overlap.
+            keep_tokens: of bounded replay.
 
         Raises ValueError if the token budget is too small, with the arithmetic.
         """
@@ -290,6 +292,7 @@ class EngineArgs:
             num_drafts=num_drafts,
             chunked_prefill=self.chunked_prefill,
             zero_overhead_scheduling=zero_overhead_scheduling,
+            keep_tokens=keep_tokens,
         )
 
     def _budget(self, max_model_len: int, num_drafts: int) -> int:

@@ -106,8 +106,8 @@ class LLMEngine:
                 None: now.
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
-        Raises ValueError for an empty prompt, ids that are no integers, images, or a request id in use; TypeError for
-        a request id that is no string or an arrival_time that is no number.
+        Raises ValueError for an empty prompt, ids that are no integers, images, parameters that `check_params` refuses,
+        or a request id in use; TypeError for a request id that is no string or an arrival_time that is no number.
         """
         self._check_open()
         check_request_id(request_id)
@@ -125,6 +125,7 @@ class LLMEngine:
         params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
         try:
+            self.check_params(params)
             ids = token_ids(prompt_token_ids)
         except ValueError as error:
             raise ValueError(f"request {request_id}: {error}") from None
@@ -159,6 +160,15 @@ class LLMEngine:
             self._open[request_id] = sequence
             self._scheduler.add_sequence(sequence)
         return sequence
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError for parameters that an engine of these limits cannot serve."""
+        if params.prompt_logprobs and self.limits.keep_tokens is not None:
+            raise ValueError(
+                "prompt_logprobs need the final states of the whole prompt, but with "
+                "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE on only those of its last "
+                f"{self.limits.keep_tokens} tokens are right; ask for none, or use an engine without it"
+            )
 
     def request_problem(self, ids: Any, params: SamplingParams) -> str | None:
         """Why `add_request` would drop a prompt with these ids, None if it would not."""

@@ -152,8 +152,12 @@ class Environment:
     MULTI_MODAL_WORKER_TIMEOUT = _not_yet(NUMBER, 1800.0, "seconds without progress after which the worker has failed")
 
     # prefill truncation
-    YOCO_PREFILL_TRUNCATION_MODE = _not_yet(TEXT, "off", "run the decoder half on a prompt's end only")
-    YOCO_PREFILL_KEEP_TOKENS = _not_yet(INTEGER, 0, "how much of that end")
+    YOCO_PREFILL_TRUNCATION_MODE = Variable(
+        TEXT, "off", "mask or compact: run the later layers on a prompt's end only, an approximation", "engine"
+    )
+    YOCO_PREFILL_KEEP_TOKENS = Variable(
+        INTEGER, 0, "tokens of that end, at least sliding_window + 1 + tokens drafted per step", "engine"
+    )
 
     # experts
     OVERRIDE_NUM_EXTRA_EXPERTS = _not_yet(INTEGER, 0, "least number of redundant experts")

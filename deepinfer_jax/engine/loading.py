@@ -14,6 +14,7 @@ from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
+from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import BucketTable, bucket_table
@@ -65,6 +66,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
             f"config.json has eos_token_id {config.eos_token_id}"
         )
+    replay = bounded_replay(config, num_drafts())
     devices = engine_devices(args)
     platform = devices[0].platform
     plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]), drafts=num_drafts())
@@ -75,6 +77,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         max_len_in_memory=plan.max_model_len,
         num_drafts=num_drafts(),
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
+        keep_tokens=None if replay is None else replay.keep,
     )
     num_blocks = pool_blocks(limits, plan.num_blocks)
     mesh = engine_mesh(args, devices)
@@ -105,7 +108,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         buckets=buckets,
         num_blocks=num_blocks,
         runner=Runner(
-            TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed"),
+            TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed", replay=replay),
             params,
             buckets=buckets,
             shape=shape,
@@ -124,6 +127,32 @@ def num_drafts() -> int:
             "set it to 0"
         )
     return 0
+
+
+def bounded_replay(config: ModelConfig, drafts: int) -> Replay | None:
+    """What DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE and DEEPINFER_YOCO_PREFILL_KEEP_TOKENS ask for (DB §9); None: "off".
+
+    A step may be undone by its drafts and its own token, so 1 + drafts tokens are kept beside the window (DeepInfer's
+    least number of backtracking tokens, also without drafts).
+
+    Raises ValueError for a mode that is none, tokens without a mode, and a model or a number that it cannot be.
+    """
+    mode, keep = env.YOCO_PREFILL_TRUNCATION_MODE, env.YOCO_PREFILL_KEEP_TOKENS
+    mode_name, keep_name = (f"DEEPINFER_YOCO_PREFILL_{name}" for name in ("TRUNCATION_MODE", "KEEP_TOKENS"))
+    if mode == "off":
+        if keep:
+            raise ValueError(
+                f"{keep_name} is {keep}, but {mode_name} is off, which keeps all tokens; set it to mask or compact, or "
+                f"unset {keep_name}"
+            )
+        return None
+    known = next((known for known in MODES if known == mode), None)
+    if known is None:
+        raise ValueError(f"{mode_name} is {mode!r}; expected off, {' or '.join(MODES)}")
+    replay = Replay(known, keep)
+    if problem := replay_problem(config.text, replay, rollback=1 + drafts):
+        raise ValueError(f"{mode_name} is {mode} and {keep_name} is {keep}, but {problem}")
+    return replay
 
 
 def zero_overhead_scheduling(engine_type: EngineType) -> bool:

@@ -56,6 +56,8 @@ class Step:
         published: picks and candidates so far.
         probe: captures and edits.
         kernels: which implementation of each kernel runs.
+        kept_from: first position that windows may show under bounded replay; None: any. int32 [batch].
+        entries_are_stored: the KV source among the layers to come has stored its entries already.
     """
 
     text: TextConfig
@@ -65,6 +67,8 @@ class Step:
     published: Published
     probe: Probe
     kernels: KernelChoice
+    kept_from: jax.Array | None = None
+    entries_are_stored: bool = False
 
     @classmethod
     def start(cls, text: TextConfig, arith: Arithmetic, view: View, probe: Probe, kernels: KernelChoice) -> "Step":
@@ -131,11 +135,13 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
     by = step.rotations[plan.ratio > 0]
     latent, query = query_projection(x, params, by, text, arith)
     keys, positions, banded = view.window(plan.index, window_keys(x, params, by, text, arith))
+    if step.kept_from is not None:
+        positions = jnp.where(positions >= step.kept_from[:, None], positions, -1)
     entries: Entries | None = None
     picks: jax.Array | None = None
     if plan.kv_owner is not None:
-        if plan.is_kv_source:
-            _store_entries(x, params, plan, step)
+        if plan.is_kv_source and not step.entries_are_stored:
+            store_entries(x, params, plan, step)
         if plan.is_index_source:
             _publish_picks(latent, x, params, plan, step)
         entries, picks = view.entries(plan.kv_owner), step.published.picks
@@ -162,7 +168,8 @@ def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> j
     return output_projection(heads, params, by, text, arith)
 
 
-def _store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
+def store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: Step) -> None:
+    """Compresses a KV source's normed input [batch, time, hidden] into entries and index keys."""
     view = step.view
     assert params.compressor is not None and params.index_key is not None
     groups = compress(

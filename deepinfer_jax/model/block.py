@@ -50,11 +50,11 @@ def block(
     Returns:
         streams and pre for the next layer.
     """
-    mix, x = _enter(streams, pre, params.hc_attn, params.attn_norm, text)
+    mix, x = enter_sublayer(streams, pre, params.hc_attn, params.attn_norm, text)
     y = probe(f"{name}.attention.output", attend(probe(f"{name}.attention.input", x)))
     streams, pre = rowwise(expand, y, streams, mix), mix.pre
 
-    mix, x = _enter(streams, pre, params.hc_ffn, params.ffn_norm, text)
+    mix, x = enter_sublayer(streams, pre, params.hc_ffn, params.ffn_norm, text)
     scores = expert_scores(x, params.ffn)
     expert_ids = select_experts(scores, params.ffn, image_mask, experts_per_token)
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
@@ -64,7 +64,7 @@ def block(
     return probe(f"{name}.streams", rowwise(expand, y, streams, mix)), probe(f"{name}.pre", mix.pre)
 
 
-def _enter(
+def enter_sublayer(
     streams: jax.Array, pre: jax.Array, params: HyperConnection, norm: jax.Array, text: TextConfig
 ) -> tuple[Mix, jax.Array]:
     """A sublayer's own mix, and its normed input [batch, time, hidden]."""

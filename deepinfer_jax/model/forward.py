@@ -18,6 +18,7 @@ from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.model.attention import Step, attention
 from deepinfer_jax.model.block import block, initial_streams
+from deepinfer_jax.model.bounded_replay import KeptRows, enter_consumers, first_consumer
 from deepinfer_jax.model.checks import check_inputs
 from deepinfer_jax.model.dspark import store_context, tap
 from deepinfer_jax.model.embedding import embed_tokens, merge_images
@@ -169,15 +170,20 @@ def hidden_states(
     *,
     token_types: jax.Array | None = None,
     image_embeds: jax.Array | None = None,
+    kept: KeptRows | None = None,
 ) -> jax.Array:
     """Runs the new tokens int32 [batch, time] of the view's rows through the model and into the view's cache.
 
-    Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing.
+    kept: bounded replay of consumer layers; None: the exact model.
+
+    Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing. Of kept rows
+    they are min(time, keep) columns where mode is "compact", and each row's first `kept.lengths(view)` count.
     """
     with batch_invariant(kernels.batch_invariant):
         text = config.text
         valid = view.positions >= 0
         image_mask = None if token_types is None else (token_types >= 0) & valid
+        consumer = None if kept is None else first_consumer(text)
         embedded = embed_tokens(tokens, params, arith)
         if token_types is not None and params.vision is not None:
             roles = jnp.where(valid, token_types, -1)
@@ -188,17 +194,20 @@ def hidden_states(
             history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
             rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
-        step = Step.start(text, arith, view, probe, kernels)
+        step = tapped = Step.start(text, arith, view, probe, kernels)
         taps: dict[int, jax.Array] = {}
         for plan, layer in zip(layer_plans(text), params.layers, strict=True):
             name = f"layers.{plan.index}"
             with jax.named_scope(name):
+                if kept is not None and plan.index == consumer:
+                    entered = enter_consumers(streams, pre, image_mask, layer, plan, step, kept)
+                    streams, pre, image_mask, step = entered
                 if plan.engram is not None and layer.engram is not None and rows is not None:
                     layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
                     streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
                     streams = probe(f"{name}.engram.streams", streams)
                 if plan.tap:
-                    taps[plan.index] = rowwise(tap, streams)
+                    taps[plan.index], tapped = rowwise(tap, streams), step
                 streams, pre = block(
                     streams,
                     pre,
@@ -207,7 +216,7 @@ def hidden_states(
                     name=name,
                     experts_per_token=text.num_experts_per_tok,
                     image_mask=image_mask,
-                    valid=valid,
+                    valid=step.view.positions >= 0,
                     text=text,
                     arith=arith,
                     probe=probe,
@@ -215,7 +224,7 @@ def hidden_states(
                 )
         if params.draft is not None:
             gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
-            store_context(gathered, params.draft, step)
+            store_context(gathered, params.draft, tapped)
 
         def normed(streams: jax.Array, pre: jax.Array) -> jax.Array:
             return rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps)

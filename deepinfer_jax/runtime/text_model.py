@@ -8,6 +8,7 @@ from jax import Array
 from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.config import ModelConfig, Precision
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.model.bounded_replay import KeptRows, Replay
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.paged_cache import PagedCache, paged_state
@@ -77,12 +78,16 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True)
 class TextModel:
-    """DeepSeek-V4.1's text model on a paged cache, packed or not, with `kernels`."""
+    """DeepSeek-V4.1's text model on a paged cache, packed or not, with `kernels`.
+
+    replay: how prefill steps run consumer layers; None: exactly.
+    """
 
     config: ModelConfig
     precision: Precision
     kernels: KernelChoice
     packed: bool = True
+    replay: Replay | None = None
 
     @property
     def batch_invariant(self) -> bool:
@@ -97,8 +102,11 @@ class TextModel:
         rows = batch.tables, batch.slots, batch.starts, batch.lengths
         view = PagedView(cache, *rows, time, self.config, arith, in_order=self.batch_invariant)
         tokens = batch.tokens.reshape(-1, time)
-        hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels)
-        return Advanced(hidden, view.lengths, view.finish())
+        kept = None
+        if self.replay is not None and batch.kept_from is not None:
+            kept = KeptRows(self.replay, batch.kept_from.reshape(-1))
+        hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels, kept=kept)
+        return Advanced(hidden, view.lengths if kept is None else kept.lengths(view), view.finish())
 
     def logits(self, params: Params, hidden: Array) -> Array:
         return compute_logits(params, hidden, self.kernels)
