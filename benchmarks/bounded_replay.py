@@ -1,0 +1,104 @@
+"""Prefill cost per token with bounded replay, as a part of the exact prefill's.
+
+    python benchmarks/bounded_replay.py            # about fifteen minutes on 2 cores, most of them at 32k tokens
+    python benchmarks/bounded_replay.py --lengths 1024 --chunk 256
+
+One prompt goes through the model's prefill program in chunks, on caches of its length. The modes take turns, and the
+fastest round of each counts. Producers are computed in every mode: `compact` cannot cost less than their part of the
+layers. It leaves rows out of chunks longer than what is kept; others it computes whole.
+"""
+
+import argparse
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax import ModelConfig, Params, init_params
+from deepinfer_jax.config import parse_config
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.model.bounded_replay import Replay, first_consumer
+from deepinfer_jax.runtime.text_model import StepBatch, TextModel
+from deepinfer_jax.scheduler import blocks_for
+from deepinfer_jax.state import CacheShape, init_pools
+
+REPOSITORY = Path(__file__).parents[1]
+PRECISION = "float32"
+TOKENS_PER_BLOCK = 128
+SPARE = 12  # kept beside the window, as in DeepInfer's README: 140 of 128
+
+
+class Prefill:
+    """A whole prompt through one compiled program."""
+
+    def __init__(self, config: ModelConfig, replay: Replay | None, length: int, chunk: int) -> None:
+        self._model = TextModel(config, PRECISION, KernelChoice.for_devices(jax.local_devices()[:1]), replay=replay)
+        self._length, self._chunk = length, chunk
+        self._keep = length if replay is None else replay.keep
+        self._shape = CacheShape(1, 1, blocks_for(length, TOKENS_PER_BLOCK), TOKENS_PER_BLOCK)
+        self._tokens = np.random.default_rng(0).integers(3, 180, length).astype(np.int32)
+
+        @functools.partial(jax.jit, donate_argnums=1)
+        def advance(params: Params, cache: Any, batch: StepBatch) -> tuple[jax.Array, Any]:
+            hidden, lengths, cache = self._model.advance(params, cache, batch)
+            return self._model.logits(params, hidden[:, jnp.maximum(lengths[0] - 1, 0)]), cache
+
+        self._advance = advance
+
+    def seconds(self, params: Params) -> float:
+        cache = init_pools(self._model.state(TOKENS_PER_BLOCK), self._shape)
+        batches = [self._batch(start) for start in range(0, self._length, self._chunk)]
+        jax.block_until_ready((cache, batches))
+        start = time.perf_counter()
+        for batch in batches:
+            logits, cache = self._advance(params, cache, batch)
+        jax.block_until_ready(logits)
+        return time.perf_counter() - start
+
+    def _batch(self, start: int) -> StepBatch:
+        tokens = self._tokens[start : start + self._chunk]
+
+        def one(value: int) -> jax.Array:
+            return jnp.full((1, 1), value, jnp.int32)
+
+        return StepBatch(
+            tokens=jnp.asarray(np.pad(tokens, (0, self._chunk - len(tokens))))[None, None],
+            lengths=one(len(tokens)),
+            starts=one(start),
+            slots=one(0),
+            tables=jnp.arange(self._shape.blocks, dtype=jnp.int32)[None, None],
+            kept_from=one(max(self._length - self._keep, 0)),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "benchmarks" / "mid.json")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 32768])
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    config = parse_config(json.loads(arguments.config.read_text()))
+    params = init_params(config, jax.random.key(0), precision=PRECISION)
+    keep = config.text.sliding_window + SPARE
+    replays = {"off": None, "mask": Replay("mask", keep), "compact": Replay("compact", keep)}
+    print(f"{keep} tokens kept, {first_consumer(config.text)} of {config.text.num_hidden_layers} layers are producers")
+    print(f"{'tokens':>7}{'off ms/token':>14}{'mask':>8}{'compact':>9}  × off", flush=True)
+    for length in arguments.lengths:
+        runs = {name: Prefill(config, replay, length, arguments.chunk) for name, replay in replays.items()}
+        best = {name: float("inf") for name in runs}
+        for number in range(1 + arguments.rounds):  # the first one compiles
+            for name, run in runs.items():
+                seconds = run.seconds(params)
+                best[name] = min(best[name], seconds) if number else best[name]
+        off, mask, compact = best.values()
+        print(f"{length:7}{off / length * 1e3:14.3f}{mask / off:8.3f}{compact / off:9.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
