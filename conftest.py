@@ -35,8 +35,9 @@ def pytest_runtest_teardown() -> None:
     if maps.read_bytes().count(b"\n") > _MANY_MAPS:
         import jax
 
-        from deepinfer_jax.runtime.runner import compile_step
+        from deepinfer_jax.runtime.runner import compile_move, compile_step
 
         jax.clear_caches()
         compile_step.cache_clear()
+        compile_move.cache_clear()
         gc.collect()

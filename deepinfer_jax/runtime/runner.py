@@ -1,8 +1,10 @@
 """Compiled step programs, the state that they hand on, and results that are still on their way."""
 
 import functools
+import itertools
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +16,25 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.state_programs import (
+    BLOCK_ROWS,
+    SLOT_ROWS,
+    WRITES,
+    Move,
+    PendingBytes,
+    Places,
+    move_input_shapes,
+    move_program,
+    pack_restore,
+    places,
+)
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
 from deepinfer_jax.runtime.steps import StepOutput, StepState
 from deepinfer_jax.runtime.text_model import StepModel
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.sharding import over_data
-from deepinfer_jax.state import CacheShape, init_pools
+from deepinfer_jax.state import CacheShape, block_bytes, init_pools, slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +68,14 @@ def compile_step(
     logger.info("compiling the %s program of %s", kind, bucket)
     step = jax.jit(program_of(model, kind, shape, bucket), donate_argnums=1)
     return step.lower(params.tree(), state.tree(), packed.tree()).compile()
+
+
+@functools.lru_cache(maxsize=32)
+def compile_move(model: StepModel, move: Move, shape: CacheShape, state: Spec, inputs: Spec) -> Any:
+    """The compiled program of a move, which takes (state, *inputs); shared like those of `compile_step`."""
+    logger.info("compiling the %s program", move)
+    program = jax.jit(move_program(model, move, shape), donate_argnums=0 if move in WRITES else ())
+    return program.lower(state.tree(), *inputs.tree()).compile()
 
 
 @dataclass(frozen=True)
@@ -122,13 +144,23 @@ class InFlight:
 
 
 class Runner:
-    """Runs step programs of `model` with `params`, one per bucket, all compiled by `warm_up`.
+    """Runs step programs of `model` with `params`, one per bucket, and moves state; all compiled by `warm_up`.
+
+    Steps and moves happen on the device in the order of the calls.
 
     Arguments:
         buckets: every shape that a step may have.
         shape: sizes of the pools.
         table_width: blocks of the longest block table.
         mesh: what `params` are spread over; the data axis has `shape.data` devices.
+        kinds: of steps that will run.
+        moves_slots: whether `read_slots` and `restore` will run.
+        moves_blocks: whether `read_blocks` and `write_blocks` will run.
+        poisons: whether `poison` will run.
+
+    Attributes:
+        slot_bytes: of the state of one sequence.
+        block_bytes: of one block.
     """
 
     def __init__(
@@ -140,7 +172,13 @@ class Runner:
         shape: CacheShape,
         table_width: int,
         mesh: Mesh | None = None,
+        kinds: tuple[Kind, ...] = ("prefill", "decode"),
+        moves_slots: bool = False,
+        moves_blocks: bool = False,
+        poisons: bool = False,
     ) -> None:
+        declared = model.state(shape.tokens_per_block)
+        self.slot_bytes, self.block_bytes = slot_bytes(declared), block_bytes(declared)
         self._model = model
         self._params = params
         self._buckets = buckets
@@ -148,19 +186,29 @@ class Runner:
         self._table_width = table_width
         self._mesh = mesh
         self._placement = over_data(mesh)
+        self._kinds = kinds
+        wanted: dict[Move, bool] = {
+            "read_slots": moves_slots,
+            "restore": moves_slots,
+            "read_blocks": moves_blocks,
+            "write_blocks": moves_blocks,
+            "poison": poisons,
+        }
+        self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
+        self._moves: dict[Move, Any] = {}
         self._state: StepState | None = None
         self.reset()
 
     @property
     def compile_count(self) -> int:
         """How many programs this runner has; `warm_up` makes all, a step never one."""
-        return len(self._programs)
+        return len(self._programs) + len(self._moves)
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
-        kinds: list[tuple[Kind, Bucket]] = [("decode", bucket) for bucket in self._buckets.decode]
-        kinds += [("prefill", bucket) for bucket in self._buckets.prefill]
+        buckets = {"decode": self._buckets.decode, "prefill": self._buckets.prefill}
+        steps: list[tuple[Kind, Bucket]] = [(kind, bucket) for kind in self._kinds for bucket in buckets[kind]]
         params, state = _spec(self._params), _spec(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
@@ -170,11 +218,18 @@ class Runner:
             packed = Spec(jax.tree.structure(0), (host_input,))
             return compile_step(self._model, kind, self._shape, bucket, params, state, packed)
 
+        def compiled_move(move: Move) -> Any:
+            inputs = move_input_shapes(self._model, move, self._shape, self._table_width)
+            placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in inputs)
+            return compile_move(self._model, move, self._shape, state, Spec(jax.tree.structure(inputs), tuple(placed)))
+
         # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
         with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
-            programs = pool.map(compiled, *zip(*kinds, strict=True))
-            bar = tqdm(programs, desc="Compiling step programs", total=len(kinds), disable=not progress, leave=False)
-            self._programs = dict(zip(kinds, bar, strict=True))
+            programs = pool.map(compiled, *zip(*steps, strict=True))
+            moves = pool.map(compiled_move, self._wanted_moves)
+            bar = tqdm(programs, desc="Compiling step programs", total=len(steps), disable=not progress, leave=False)
+            self._programs = dict(zip(steps, bar, strict=True))
+            self._moves = dict(zip(self._wanted_moves, moves, strict=True))
 
     def prefill(self, step: PrefillStep, sampling: dict[str, npt.NDArray[Any]]) -> InFlight:
         """Launches a prefill step; sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]."""
@@ -187,10 +242,70 @@ class Runner:
         packed = pack_decode(step, self._shape.data, self._shape.slots, forced, wants_top)
         return self._launch("decode", step, packed, wants_top, False)
 
+    def read_slots(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> PendingBytes:
+        """Launches the reading of n sequences' state as the last launched step leaves it; result [n, slot_bytes].
+
+        data_index, slots: int32 [n].
+        """
+        where = places(data_index, SLOT_ROWS)
+        return self._read("read_slots", where, slots, SLOT_ROWS, self._shape.slots, self.slot_bytes)
+
+    def restore(
+        self,
+        data_index: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int32],
+        last_tokens: npt.NDArray[np.int32],
+        block_tables: Sequence[Sequence[int]],
+        sampling: Mapping[str, npt.NDArray[Any]],
+        states: npt.NDArray[np.uint8],
+    ) -> None:
+        """Launches the filling of n slots: state, whole block table, length, last token and sampling parameters.
+
+        A prefill step that starts at the length may follow, or, of a prompt that is computed, a decode step.
+
+        Args:
+            data_index, slots: int32 [n], where.
+            lengths: tokens whose state it is. int32 [n].
+            last_tokens: the token at position length, where it is known; a decode step takes it. int32 [n].
+            block_tables: n of them, of at most table_width blocks.
+            sampling: the columns of `step_input.RESTORE_COLUMNS` that are not named here, [n]; others are passed over.
+            states: what `read_slots` gave for sequences of these lengths. uint8 [n, slot_bytes].
+        """
+        where, shape = places(data_index, SLOT_ROWS), self._shape
+        rows = pack_restore(where, shape, slots, lengths, last_tokens, block_tables, self._table_width, sampling)
+        for inputs in zip(rows, where.spread(states, shape.data, SLOT_ROWS, 0), strict=True):
+            self._write("restore", *inputs)
+
+    def read_blocks(self, data_index: int, blocks: Sequence[int]) -> PendingBytes:
+        """Launches the reading of n blocks of one data index; result [n, block_bytes]."""
+        where, numbers = self._block_places(data_index, blocks)
+        return self._read("read_blocks", where, numbers, BLOCK_ROWS, self._shape.blocks, self.block_bytes)
+
+    def write_blocks(self, data_index: int, blocks: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Launches the writing of n blocks of one data index; contents: of `read_blocks`, uint8 [n, block_bytes]."""
+        (where, numbers), shape = self._block_places(data_index, blocks), self._shape
+        rows = where.spread(numbers, shape.data, BLOCK_ROWS, shape.blocks)
+        for inputs in zip(rows, where.spread(contents, shape.data, BLOCK_ROWS, 0), strict=True):
+            self._write("write_blocks", *inputs)
+
+    def poison(self, blocks: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]) -> None:
+        """Launches the overwriting of blocks and slots, a list of each for every data index (`state.poison`)."""
+        shape = self._shape
+        spread_blocks = _spread_lists(blocks, shape.data, BLOCK_ROWS, shape.blocks)
+        spread_slots = _spread_lists(slots, shape.data, SLOT_ROWS, shape.slots)
+        for own_blocks, own_slots in itertools.zip_longest(spread_blocks, spread_slots):
+            self._write(
+                "poison",
+                np.full((shape.data, BLOCK_ROWS), shape.blocks, np.int32) if own_blocks is None else own_blocks,
+                np.full((shape.data, SLOT_ROWS), shape.slots, np.int32) if own_slots is None else own_slots,
+            )
+
     def close(self) -> None:
         """Frees parameters, state and programs."""
         self._params = self._state = None
         self._programs.clear()
+        self._moves.clear()
 
     def reset(self) -> None:
         """Empties pools and slots; needed after a step that failed, which took the state with it."""
@@ -217,3 +332,34 @@ class Runner:
         )
         step_in_flight.start_copies()
         return step_in_flight
+
+    def _block_places(self, data_index: int, blocks: Sequence[int]) -> tuple[Places, npt.NDArray[np.int32]]:
+        return places(np.full(len(blocks), data_index, np.int32), BLOCK_ROWS), np.asarray(blocks, np.int32)
+
+    def _read(
+        self, move: Move, where: Places, numbers: npt.NDArray[np.int32], rows: int, empty: int, width: int
+    ) -> PendingBytes:
+        program = self._move(move)
+        inputs = where.spread(numbers, self._shape.data, rows, empty)
+        arrays = tuple(program(self._state, jax.device_put(own, self._placement)) for own in inputs)
+        for array in arrays:
+            array.copy_to_host_async()
+        return PendingBytes(arrays, where, width)
+
+    def _write(self, move: Move, *inputs: npt.NDArray[Any]) -> None:
+        program = self._move(move)
+        state, self._state = self._state, None  # donated: a program that fails leaves none
+        self._state = program(state, *(jax.device_put(own, self._placement) for own in inputs))
+
+    def _move(self, move: Move) -> Any:
+        program = self._moves.get(move)
+        if program is None:
+            raise RuntimeError(f"no {move} program was compiled; this runner has: {', '.join(self._moves) or 'none'}")
+        return program
+
+
+def _spread_lists(lists: Sequence[Sequence[int]], data: int, rows: int, empty: int) -> list[npt.NDArray[np.int32]]:
+    """A list of numbers for each data index, `rows` of each to an array int32 [data, rows] filled up with `empty`."""
+    data_index = np.repeat(np.arange(len(lists), dtype=np.int32), [len(own) for own in lists])
+    numbers = np.asarray([number for own in lists for number in own], np.int32)
+    return places(data_index, rows).spread(numbers, data, rows, empty)

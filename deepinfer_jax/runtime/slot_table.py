@@ -4,6 +4,8 @@ The next step takes what it needs of the last one from here (lengths, last token
 having read any result. Block tables and sampling parameters lie here too: a step sends only what changed.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -65,6 +67,18 @@ def grow_blocks(blocks: Array, slots: Array, first: Array, new: Array) -> Array:
     places = jnp.where(new >= 0, places, blocks.shape[2])  # out of range and dropped; −1 would wrap (A19)
 
     return write_pool(blocks, (slots[..., None], places), new)
+
+
+def with_sampling(table: SlotTable, slots: Array, column: dict[str, Array]) -> SlotTable:
+    """The slot table with the sampling parameters of some rows: slots int32 [data, rows], a column for each of them."""
+    return dataclasses.replace(
+        table,
+        temperature=write_pool(table.temperature, (slots,), column["temperature"]),
+        top_p=write_pool(table.top_p, (slots,), column["top_p"]),
+        top_k=write_pool(table.top_k, (slots,), column["top_k"]),
+        greedy=write_pool(table.greedy, (slots,), column["greedy"] != 0),
+        seed=write_pool(table.seed, (slots,), jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)),
+    )
 
 
 def sampling_rows(table: SlotTable, slots: Array, position: Array, banned: Array, forced: Array) -> SamplingRows:

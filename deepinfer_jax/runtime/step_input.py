@@ -1,4 +1,4 @@
-"""The one packed int32 array that the host hands to a step program."""
+"""The packed int32 array that the host hands to a step program, or to the one that restores sequences."""
 
 from collections.abc import Mapping
 
@@ -32,6 +32,8 @@ PREFILL_COLUMNS = (
     "wants_prompt_logprobs",
     "kept_from",
 )
+# Then the whole block table.
+RESTORE_COLUMNS = ("slot", "length", "last_token", "temperature", "top_p", "top_k", "greedy", "seed_low", "seed_high")
 _FLOATS = ("temperature", "top_p")
 _WORDS = ("seed_low", "seed_high")
 
@@ -87,13 +89,20 @@ def _pack(
     """Always a fresh array: JAX on CPU reads the host's buffer while the step runs (K11)."""
     packed = np.zeros((data, step.bucket.rows, len(names) + rest.shape[1]), np.int32)
     packed[:, :, 0] = num_slots  # an idle row: a slot out of range, no tokens, no blocks
-    rows = np.empty((len(step.sequences), packed.shape[2]), np.int32)
+    packed[:, :, len(names) :] = -1
+    packed[step.data_index, step.row] = pack_rows(len(step.sequences), names, columns, rest)
+    return packed
+
+
+def pack_rows(
+    count: int, names: tuple[str, ...], columns: Mapping[str, npt.ArrayLike], rest: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """The columns `names`, each one value or [count] of its natural type, and rest int32 [count, k], side by side."""
+    rows = np.empty((count, len(names) + rest.shape[1]), np.int32)
     for column, name in enumerate(names):
         rows[:, column] = _bits(name, columns[name])
     rows[:, len(names) :] = rest
-    packed[:, :, len(names) :] = -1
-    packed[step.data_index, step.row] = rows
-    return packed
+    return rows
 
 
 def unpack(packed: Array, names: tuple[str, ...], num_blocks: int) -> tuple[dict[str, Array], Array, Array]:

@@ -13,7 +13,7 @@ from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, sampling_rows
+from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, sampling_rows, with_sampling
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
 from deepinfer_jax.runtime.text_model import StepBatch, StepModel
 from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
@@ -129,14 +129,8 @@ def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) 
     slots = column["slot"]
     starting = jnp.where(column["start"] == 0, slots, table.lengths.shape[1])
     nothing = jnp.full((*slots.shape, table.blocks.shape[2]), no_block, jnp.int32)
-    return dataclasses.replace(
-        table,
-        blocks=write_pool(table.blocks, (starting,), nothing),
-        temperature=write_pool(table.temperature, (slots,), column["temperature"]),
-        top_p=write_pool(table.top_p, (slots,), column["top_p"]),
-        top_k=write_pool(table.top_k, (slots,), column["top_k"]),
-        greedy=write_pool(table.greedy, (slots,), column["greedy"] != 0),
-        seed=write_pool(table.seed, (slots,), jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)),
+    return with_sampling(
+        dataclasses.replace(table, blocks=write_pool(table.blocks, (starting,), nothing)), slots, column
     )
 
 

@@ -1,11 +1,12 @@
 """A toy language model whose every distribution depends on the whole history, exactly, and its plain twin.
 
-All it keeps of a sequence are its tokens, in a paged cache: a step writes its own through the block tables and reads
-the whole history back through them. An integer hash of that history picks a row of a random table as logits. So a
-token that comes out right proves that blocks, slots, positions, chunks, padding and the data index are right.
+A step writes its tokens into blocks and reads the whole history back through the block tables. An integer hash of that
+history picks a row of a random table as logits, if the slot remembers the same hash. So a token that comes out right
+proves that blocks, slots, positions, chunks, padding and the data index are right.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from deepinfer_jax.engine.loading import (
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import Advanced, StepBatch
+from deepinfer_jax.runtime.text_model import Advanced, StepBatch, StepModel
 from deepinfer_jax.sampling import SamplingRows, sample
 from deepinfer_jax.state import CacheShape, StateSpec
 
@@ -60,32 +61,76 @@ def make_table(seed: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ToyModel:
-    """A `StepModel`."""
+    """A `StepModel`. A block holds tokens; a slot holds the hash of the whole history, and where it is not that of the
+    tokens in the blocks, the logits are those of another history."""
 
     batch_invariant = False
 
-    def state(self, tokens_per_block: int) -> StateSpec:
-        return StateSpec("tokens", "block", (tokens_per_block,), jnp.dtype(jnp.int32))
+    def state(self, tokens_per_block: int) -> dict[str, StateSpec]:
+        integer = jnp.dtype(jnp.int32)
+        return {
+            "tokens": StateSpec("tokens", "block", (tokens_per_block,), integer),
+            "hashes": StateSpec("hashes", "slot", (), integer, reach=1),
+        }
 
-    def advance(self, params: Array, cache: Array, batch: StepBatch) -> Advanced:
-        data, blocks, tokens_per_block = cache.shape
-        rows, time = batch.tokens.shape[1:]
-        offsets = jnp.arange(time)
-        positions = batch.starts[..., None] + offsets
-        holders = jnp.take_along_axis(batch.tables, positions // tokens_per_block, axis=2, mode="clip")
-        holders = jnp.where(offsets < batch.lengths[..., None], holders, blocks)  # dropped
-        index = jnp.arange(data)[:, None, None]
-        cache = cache.at[index, holders, positions % tokens_per_block].set(batch.tokens, mode="drop")
-
-        histories = cache.at[index, batch.tables].get(mode="clip").reshape(data * rows, -1)
-        _, states = jax.lax.scan(
-            lambda state, token: (next_state(state, token),) * 2, jnp.zeros(data * rows, jnp.int32), histories.T
-        )
-        hidden = jnp.take_along_axis(states.T, positions.reshape(data * rows, time), axis=1, mode="clip")
+    def advance(self, params: Array, cache: dict[str, Array], batch: StepBatch) -> Advanced:
+        tokens, history = extend_history(cache["tokens"], batch, batch.tokens)
+        read = at_new_tokens(fold(next_state, jnp.zeros(len(history), jnp.int32), history), batch)
+        new = batch.tokens.reshape(read.shape)
+        kept = fold(next_state, rows_before(cache["hashes"], batch, 1)[:, 0], new)
+        hidden = jnp.where(read == kept, read, (read + kept + 1) % NUM_STATES)
+        cache = {"tokens": tokens, "hashes": write_rows(cache["hashes"], batch, kept)}
         return Advanced(hidden[..., None].astype(jnp.float32), batch.lengths.reshape(-1), cache)
 
     def logits(self, params: Array, hidden: Array) -> Array:
         return params[hidden[..., 0].astype(jnp.int32)]
+
+
+TOY = ToyModel()
+
+
+def extend_history(pool: Array, batch: StepBatch, new: Array) -> tuple[Array, Array]:
+    """A pool [data, blocks, tokens_per_block] with new [data, rows, time], and what then lies in the blocks of each
+    row, [data · rows, tokens]."""
+    data, blocks, tokens_per_block = pool.shape
+    offsets = jnp.arange(new.shape[2])
+    positions = batch.starts[..., None] + offsets
+    holders = jnp.take_along_axis(batch.tables, positions // tokens_per_block, axis=2, mode="clip")
+    holders = jnp.where(offsets < batch.lengths[..., None], holders, blocks)  # dropped
+    index = jnp.arange(data)[:, None, None]
+    pool = pool.at[index, holders, positions % tokens_per_block].set(new, mode="drop")
+    return pool, pool.at[index, batch.tables].get(mode="clip").reshape(batch.slots.size, -1)
+
+
+def at_new_tokens(states: Array, batch: StepBatch) -> Array:
+    """Of states [data · rows, tokens] those of the new tokens, [data · rows, time]."""
+    positions = batch.starts.reshape(-1, 1) + jnp.arange(batch.tokens.shape[2])
+    return jnp.take_along_axis(states, positions, axis=1, mode="clip")
+
+
+def fold(step: Callable[[Array, Array], Array], first: Array, tokens: Array) -> Array:
+    """The states after each of tokens [rows, time]: first [rows, ...] -> [rows, time, ...]."""
+    _, states = jax.lax.scan(lambda state, token: (step(state, token),) * 2, first, tokens.T)
+    return jnp.moveaxis(states, 0, 1)
+
+
+def rows_before(ring: Array, batch: StepBatch, reach: int) -> Array:
+    """What a ring [data, slots, length, ...] holds of the last positions, [data · rows, reach, ...]; 0 before any."""
+    positions = batch.starts[..., None] + jnp.arange(-reach, 0)
+    index = jnp.arange(len(ring))[:, None, None]
+    rows = ring.at[index, batch.slots[..., None], positions % ring.shape[2]].get(mode="clip")
+    exist = (positions >= 0).reshape(*positions.shape, *[1] * (ring.ndim - 3))
+    return jnp.where(exist, rows, 0).reshape(-1, *rows.shape[2:])
+
+
+def write_rows(ring: Array, batch: StepBatch, new: Array) -> Array:
+    """The ring with the last of the new rows [data · rows, time, ...]."""
+    new = new.reshape(*batch.tokens.shape, *new.shape[2:])
+    offsets, length = jnp.arange(new.shape[2]), ring.shape[2]
+    last = (offsets < batch.lengths[..., None]) & (offsets >= batch.lengths[..., None] - length)
+    slots = jnp.where(last, batch.slots[..., None], ring.shape[1])  # dropped
+    places = (batch.starts[..., None] + offsets) % length
+    return ring.at[jnp.arange(len(ring))[:, None, None], slots, places].set(new, mode="drop")
 
 
 class ToyTokenizer:
@@ -138,7 +183,7 @@ def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, c
 _sample = jax.jit(sample)
 
 
-def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
+def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> EngineParts:
     """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
     limits = args.limits(
         MAX_POSITIONS,
@@ -147,11 +192,13 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
     )
     buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
     blocks = pool_blocks(limits, args.num_kv_blocks)
-    shape = CacheShape(limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block)
+    shape = CacheShape(
+        limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block, limits.num_drafts
+    )
     mesh = engine_mesh(args, engine_devices(args))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     runner = Runner(
-        ToyModel(),
+        model,
         jax.device_put(make_table(), everywhere),
         buckets=buckets,
         shape=shape,
@@ -161,16 +208,16 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8) -> EngineParts:
     return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, buckets, blocks, runner)
 
 
-def use_toy(*, chunk: int = 8) -> AbstractContextManager[Any]:
+def use_toy(*, chunk: int = 8, model: StepModel = TOY) -> AbstractContextManager[Any]:
     """While it lasts, every engine that is made runs the toy model."""
-    return mock.patch("deepinfer_jax.engine.engine.load_parts", partial(toy_parts, chunk=chunk))
+    return mock.patch("deepinfer_jax.engine.engine.load_parts", partial(toy_parts, chunk=chunk, model=model))
 
 
-def toy_engine(*, chunk: int = 8, overlap: bool = True, **kwargs: Any) -> LLMEngine:
-    """An engine with the toy model, small blocks and, unless `overlap`, no zero-overhead scheduling."""
+def toy_engine(*, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, **kwargs: Any) -> LLMEngine:
+    """An engine with a toy model, small blocks and, unless `overlap`, no zero-overhead scheduling."""
     variable = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
     defaults = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
-    with mock.patch.dict(os.environ, {} if overlap else {variable: "0"}), use_toy(chunk=chunk):
+    with mock.patch.dict(os.environ, {} if overlap else {variable: "0"}), use_toy(chunk=chunk, model=model):
         rearm(variable)
         engine = LLMEngine(EngineArgs(**(defaults | kwargs)))
     rearm(variable)

@@ -36,7 +36,7 @@ def serve(**kwargs: object) -> dict[str, object]:
         "data_indices": sorted(data_indices),
         "num_preemptions": stats["num_preemptions"],
         "pools": [stats[name] for name in ("free_blocks", "total_blocks", "free_slots", "total_slots")],
-        "cache_devices": len(engine._runner._state.cache.devices()),
+        "cache_devices": len(engine._runner._state.cache["tokens"].devices()),
         "aborted": stats["num_finished"]["abort"],
     }
 

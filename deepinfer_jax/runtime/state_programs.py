@@ -1,0 +1,173 @@
+"""The programs that move state between host and device, or spoil it, in few rows of fixed shape.
+
+Unused rows have a slot or a block out of range: nothing is written for them, and what is read for them means nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax import Array
+
+from deepinfer_jax.kernels.pools import read_pool, write_pool
+from deepinfer_jax.runtime.slot_table import with_sampling
+from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
+from deepinfer_jax.runtime.steps import StepState
+from deepinfer_jax.runtime.text_model import StepModel
+from deepinfer_jax.state import (
+    CacheShape,
+    block_bytes,
+    poison,
+    read_blocks,
+    read_slots,
+    slot_bytes,
+    write_blocks,
+    write_slots,
+)
+
+Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison"]
+
+WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison"})
+"""Moves that take the state and give it back changed; the others give bytes and leave it."""
+
+# Rows of one call, of each data index.
+SLOT_ROWS = 4
+BLOCK_ROWS = 16
+
+
+def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..., Any]:
+    """The function (state, *host inputs) of a move."""
+    declared = model.state(shape.tokens_per_block)
+
+    def read_state(state: StepState, slots: Array) -> Array:
+        return read_slots(declared, state.cache, slots, read_pool(state.table.lengths, slots))
+
+    def read_contents(state: StepState, blocks: Array) -> Array:
+        return read_blocks(declared, state.cache, blocks)
+
+    def write_contents(state: StepState, blocks: Array, contents: Array) -> StepState:
+        return state._replace(cache=write_blocks(declared, state.cache, blocks, contents))
+
+    def spoil(state: StepState, blocks: Array, slots: Array) -> StepState:
+        return state._replace(cache=poison(declared, state.cache, blocks, slots))
+
+    programs: dict[Move, Callable[..., Any]] = {
+        "read_slots": read_state,
+        "restore": functools.partial(_restore, declared),
+        "read_blocks": read_contents,
+        "write_blocks": write_contents,
+        "poison": spoil,
+    }
+    return programs[move]
+
+
+def move_input_shapes(
+    model: StepModel, move: Move, shape: CacheShape, table_width: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The host inputs of a move; each leads with the data axis."""
+    declared = model.state(shape.tokens_per_block)
+    slots, blocks = (shape.data, SLOT_ROWS), (shape.data, BLOCK_ROWS)
+    inputs: dict[Move, tuple[tuple[Any, Any], ...]] = {
+        "read_slots": ((slots, np.int32),),
+        "restore": (
+            ((*slots, len(RESTORE_COLUMNS) + table_width), np.int32),
+            ((*slots, slot_bytes(declared)), np.uint8),
+        ),
+        "read_blocks": ((blocks, np.int32),),
+        "write_blocks": ((blocks, np.int32), ((*blocks, block_bytes(declared)), np.uint8)),
+        "poison": ((blocks, np.int32), (slots, np.int32)),
+    }
+    return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
+
+
+def _restore(declared: Any, state: StepState, packed: Array, states: Array) -> StepState:
+    """Slot state, block table, length, last token and sampling parameters of each row, on `pack_restore`."""
+    cache, table = state
+    column, tables, _ = unpack(packed, RESTORE_COLUMNS, packed.shape[2] - len(RESTORE_COLUMNS))
+    slots = column["slot"]
+    table = with_sampling(table, slots, column)
+    table = dataclasses.replace(
+        table,
+        lengths=write_pool(table.lengths, (slots,), column["length"]),
+        last_token=write_pool(table.last_token, (slots,), column["last_token"]),
+        blocks=write_pool(table.blocks, (slots,), tables),
+    )
+    return StepState(write_slots(declared, cache, slots, column["length"], states), table)
+
+
+class Places(NamedTuple):
+    """Where rows stand in the calls of a move: in array `call` at [data_index, row]. int32 [n] each."""
+
+    call: npt.NDArray[np.int32]
+    data_index: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int32]
+
+    @property
+    def num_calls(self) -> int:
+        return int(self.call.max(initial=-1)) + 1
+
+    def spread(self, values: npt.NDArray[Any], data: int, rows: int, empty: int) -> list[npt.NDArray[Any]]:
+        """values [n, ...] -> for each call [data, rows, ...], `empty` where no row stands.
+
+        Always fresh arrays: JAX on CPU reads the host's buffer while the program runs (K11).
+        """
+        spread = np.full((self.num_calls, data, rows, *values.shape[1:]), empty, values.dtype)
+        spread[self] = values
+        return list(spread)
+
+
+def places(data_index: npt.NDArray[np.int32], rows: int) -> Places:
+    """The rows of each data index, in their order, `rows` to a call."""
+    ordinal = np.zeros(len(data_index), np.int32)
+    for index in np.unique(data_index):
+        own = data_index == index
+        ordinal[own] = np.arange(own.sum())
+    return Places(ordinal // rows, np.asarray(data_index, np.int32), ordinal % rows)
+
+
+def pack_restore(
+    where: Places,
+    shape: CacheShape,
+    slots: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int32],
+    last_tokens: npt.NDArray[np.int32],
+    block_tables: Sequence[Sequence[int]],
+    table_width: int,
+    sampling: Mapping[str, npt.ArrayLike],
+) -> list[npt.NDArray[np.int32]]:
+    """For each call int32 [data, SLOT_ROWS, columns + table_width]; a block table ends with the number of blocks."""
+    tables = np.full((len(slots), table_width), shape.blocks, np.int32)
+    for row, blocks in enumerate(block_tables):
+        tables[row, : len(blocks)] = blocks
+    columns = {**sampling, "slot": slots, "length": lengths, "last_token": last_tokens}
+    rows = pack_rows(len(slots), RESTORE_COLUMNS, columns, tables)
+    return where.spread(rows, shape.data, SLOT_ROWS, shape.slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingBytes:
+    """Bytes that are on their way to the host.
+
+    Attributes:
+        arrays: of each call, uint8 [data, rows, bytes].
+        places: of the n rows in them.
+        width: bytes of each.
+    """
+
+    arrays: tuple[Array, ...]
+    places: Places
+    width: int
+
+    def result(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n, width]. Waits until they are here; raises what went wrong on the device."""
+        call, *place = self.places
+        found = np.empty((len(call), self.width), np.uint8)
+        for number, array in enumerate(self.arrays):
+            own = call == number
+            data_index, row = (axis[own] for axis in place)
+            found[own] = np.asarray(array)[data_index, row]
+        return found
