@@ -76,7 +76,7 @@ class Holders:
         (self.prefilling if sequence in self.prefilling else self.running).remove(sequence)
         self.blocks[sequence.data_index].free(sequence.block_table)
         self.slots[sequence.data_index].free([sequence.state_id])
-        sequence.block_table, sequence.num_published = [], 0
+        sequence.block_table = []
         sequence.state_id = sequence.data_index = -1
 
 

@@ -11,8 +11,8 @@ def victims(missing: int, candidates: Iterable[Sequence], pool: BlockManager) ->
     """The sequences that give up all so that `missing` blocks are free; none if not even all candidates would do.
 
     A block is free when all that hold it have let it go, so what a sequence gives depends on who else gives way.
-    They are taken in the given order until it is enough; then those are spared without which it is enough too. So
-    nobody gives way in vain.
+    They are taken in the given order until it is enough. Those are spared all of whose blocks others hold still, who
+    would give way in vain.
 
     Arguments:
         missing: more than are free.
@@ -24,7 +24,7 @@ def victims(missing: int, candidates: Iterable[Sequence], pool: BlockManager) ->
     chosen: list[Sequence] = []
 
     def gain(sequence: Sequence) -> int:
-        """Blocks that this one frees, as the last of those counted in `let_go`."""
+        """Its blocks that nobody holds once all have let go that `let_go` counts."""
         return sum(let_go[block] == pool.num_references(block) for block in sequence.block_table)
 
     for sequence in candidates:
@@ -35,9 +35,4 @@ def victims(missing: int, candidates: Iterable[Sequence], pool: BlockManager) ->
         num_free += gain(sequence)
     if num_free < missing:
         return []
-    for sequence in chosen[-2::-1]:  # without the last one it was not enough
-        if num_free - gain(sequence) >= missing:
-            num_free -= gain(sequence)
-            let_go.subtract(sequence.block_table)
-            chosen.remove(sequence)
-    return chosen
+    return [sequence for sequence in chosen if gain(sequence)]

@@ -64,6 +64,8 @@ def test_an_image_is_in_the_keys_of_its_blocks_and_of_all_behind_them() -> None:
         (ImageContent(2, 3, b"cat"), ImageContent(3, 7, b"cat")),
         (ImageContent(2, 3, b"cat"), ImageContent(3, 7, b"dog")),
     ]
+    # One whose digest spells out the last two.
+    images.append((ImageContent(2, 7, b"cat" + (3).to_bytes(8, "little") + b"dog"),))
     assert len({keys_of(sequence_of([1] * 10, some))[1] for some in images}) == len(images)
     # An image that goes on has its say in every block that it reaches: here nothing but it differs.
     first, second = (keys_of(sequence_of([1] * 10, (ImageContent(0, stop, b"cat"),))) for stop in (2, 4))

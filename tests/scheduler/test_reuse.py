@@ -89,6 +89,17 @@ def test_a_sequence_shares_the_blocks_that_it_hits_and_opens_its_own_behind_them
     twin.drain()
 
 
+def test_what_others_hold_costs_no_free_block() -> None:
+    twin = reusing(num_blocks=9)
+    finish(twin, text(0, [1] * 25))
+    twin.add(text(1, [1] * 25, max_tokens=3))
+    twin.step()  # it holds 7 blocks, 2 are free
+    twin.add(text(2, [1] * 25))
+    twin.add(text(3, [1] * 25))
+    assert prefilled(twin.step()) == [(2, 24, 1), (3, 24, 1)]
+    twin.drain()
+
+
 def test_without_the_snapshot_of_a_position_a_sequence_starts_at_an_earlier_one() -> None:
     twin = reusing(snapshot_budget=SNAPSHOT)  # of one only
     finish(twin, text(0, [1] * 8))  # at 4, then at 8, which drives the first out
@@ -192,6 +203,7 @@ def test_chunks_end_where_a_snapshot_can_be_taken() -> None:
     assert chunks(30, 11) == [8, 8, 8, 4, 2]  # 6 are left for the last but one: up to 28
     assert chunks(30, 7) == [4] * 7 + [2]
     assert chunks(10, 3) == [3, 3, 2, 2]  # 3, 6 and not 4: that would be less than half of it; then 8
+    assert chunks(6, 3) == [3, 1, 2]  # the last cut is made however little it leaves
     assert chunks(30, 32, snapshot_budget=0) == [30]
     assert chunks(30, 32, chunked_prefill=False) == [30]
 
@@ -280,8 +292,27 @@ def test_nobody_starts_from_what_a_failed_sequence_left_and_others_keep_their_ow
     twin.launch()
     twin.land(failing={bad})
     assert bad.status == SequenceStatus.FINISHED_FAILED
+    assert bad.block_keys[1] in twin.scheduler.snapshots
+    assert bad.block_keys[2] not in twin.scheduler.snapshots
     assert twin.launch().discarded_blocks[0] != ()
     assert finish(twin, text(2, [1] * 13)) == [[(2, 8, 4)], [(2, 12, 1)]]
+    twin.drain()
+
+
+def test_who_shares_the_blocks_of_a_failed_sequence_does_not_publish_them_again() -> None:
+    twin = reusing()
+    bad = twin.add(text(0, [1] * 9, max_tokens=20))
+    twin.step()
+    twin.step()
+    other = twin.add(text(1, [1] * 9, max_tokens=20))
+    twin.step()
+    assert (other.num_cached_tokens, other.block_table[:2]) == (8, bad.block_table[:2])
+    twin.launch()
+    twin.land(failing={bad})
+    for _ in range(5):  # it fills a block of its own
+        twin.step()
+    assert [block for _, block, _ in other.published] == other.block_table[2:3]
+    assert finish(twin, text(2, [1] * 9)) == [[(2, 0, 8)], [(2, 8, 1)]]
     twin.drain()
 
 
