@@ -141,6 +141,7 @@ class OutputIterator(AsyncIterator[RequestOutput]):
         self._request_id = request_id
         self._user_id = user_id
         self._stream: OutputStream | None = None  # once the request is queued
+        self._reader: weakref.ref[asyncio.Task[Any]] | None = None  # the task that read last
         self._reading = False
         self._over = False
 
@@ -148,6 +149,7 @@ class OutputIterator(AsyncIterator[RequestOutput]):
         self._check_not_reading()
         if self._over:
             raise StopAsyncIteration
+        self._follow(asyncio.current_task())
         self._reading = True
         try:
             if self._stream is None:
@@ -185,6 +187,20 @@ class OutputIterator(AsyncIterator[RequestOutput]):
             return encode_text(self._engine.get_tokenizer(), text)
         except ValueError as error:
             raise ValueError(f"request {self._request_id}: {error}") from error
+
+    def _follow(self, task: asyncio.Task[Any] | None) -> None:
+        """Leaves if the task that read last is cancelled at another await: its traceback may keep this object alive."""
+        if task is None or (self._reader is not None and self._reader() is task):
+            return
+        self._reader = reader = weakref.ref(task)
+        this = weakref.ref(self)
+
+        def leave_if_cancelled(ended: asyncio.Task[Any]) -> None:
+            iterator = this()
+            if ended.cancelled() and iterator is not None and iterator._reader is reader:
+                iterator._leave()
+
+        task.add_done_callback(leave_if_cancelled)
 
     def _leave(self) -> None:
         if not self._over and self._stream is not None:

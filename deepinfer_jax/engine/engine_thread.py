@@ -115,11 +115,11 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
-            busy = False
+            self._run_commands(wait=True)
             while not self._stopping:
-                self._run_commands(wait=not busy)
                 busy = self._engine.has_unfinished_requests()
                 self._deliver(self._advance())
+                self._run_commands(wait=not busy)
         except BaseException as error:  # whatever it is, those who wait must hear of it
             logger.exception("the thread of the engine ends")
             self._cause = error

@@ -10,9 +10,14 @@ from deepinfer_jax.engine.outputs import RequestOutput
 
 
 class Gate:
-    """Holds back the steps of an engine: from now on each waits for a permit."""
+    """Holds back the steps of an engine: from now on each waits for a permit.
+
+    Attributes:
+        num_steps: how many have come to the gate.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
+        self.num_steps = 0
         self._arrivals = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
         self._is_open = False
@@ -48,6 +53,7 @@ class Gate:
         self._runner.decode = decode_or_break  # type: ignore[method-assign]
 
     def _step(self) -> list[RequestOutput]:
+        self.num_steps += 1
         self._arrivals.release()
         if not self._is_open:
             self._permits.acquire()

@@ -23,6 +23,7 @@ from deepinfer_jax.engine.engine import LLMEngine
 TABLE = make_table()
 # Those of `toy_engine`, so that nothing is compiled again.
 SAME_PROGRAMS: dict[str, Any] = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
+KEPT: list[asyncio.Task[None]] = []
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -210,6 +211,22 @@ async def leave_by_cancelling_while_the_reader_does_something_else(engine: Async
         await task
 
 
+async def leave_by_cancelling_a_task_that_is_kept_with_all_it_holds(engine: AsyncLLMEngine) -> None:
+    reached = asyncio.Event()
+
+    async def reader() -> None:
+        outputs = engine.generate([5, 6], LONG, "r")  # the traceback of the cancelled task keeps it alive
+        await anext(outputs)
+        reached.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(reader())
+    KEPT.append(task)
+    await reached.wait()
+    task.cancel()
+    await asyncio.wait([task])
+
+
 async def leave_by_timeout(engine: AsyncLLMEngine) -> None:
     gate = Gate(engine.llm_engine)
     with pytest.raises(TimeoutError):
@@ -245,6 +262,7 @@ async def leave_before_the_start(engine: AsyncLLMEngine) -> None:
         leave_by_aclose,
         leave_by_cancelling_while_it_waits,
         leave_by_cancelling_while_the_reader_does_something_else,
+        leave_by_cancelling_a_task_that_is_kept_with_all_it_holds,
         leave_by_timeout,
         leave_by_forgetting,
         leave_by_an_error,
@@ -264,6 +282,26 @@ def test_leaving_frees_at_once_and_the_others_go_on(
         assert tokens(await read(engine.generate([5, 6], greedy(2), "r"))) == greedy_twin(TABLE, [5, 6], 2)
 
     run_on(toy_engine(overlap=overlap), use)
+
+
+def test_a_request_that_waits_for_its_name_may_be_left_too() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        gate = Gate(engine.llm_engine)
+        for is_first in (True, False):  # the first has its name, the second waits for it
+            task = asyncio.create_task(read(engine.generate([5, 6], LONG, "r")))
+            await asyncio.sleep(0)
+            if is_first:
+                gate.permit(2)
+                await gate.reaches(3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        gate.open()
+        await settle(engine)
+        assert gate.num_steps == 4  # the one that waited for its permit, and one for the last words of the first
+        assert (await engine.stats())["num_finished"] == {"abort": 1}
+
+    run_on(toy_engine(), use)
 
 
 def test_an_abort_yields_one_more_output() -> None:
@@ -298,6 +336,27 @@ def test_a_slow_reader_stops_nobody_and_loses_nothing() -> None:
         outputs += await read(slow)
         assert tokens(outputs) == greedy_twin(TABLE, [5, 6], 20)
         assert outputs[-1].finish_reason == "length"
+
+    run_on(toy_engine(), use)
+
+
+def test_a_request_may_be_handed_to_another_task() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        outputs = engine.generate([5, 6], LONG)
+        reached = asyncio.Event()
+
+        async def begin() -> None:
+            taken.append(await anext(outputs))
+            reached.set()
+            await asyncio.Event().wait()
+
+        taken: list[RequestOutput] = []
+        first = asyncio.create_task(begin())
+        await reached.wait()
+        taken.append(await anext(outputs))
+        first.cancel()
+        await asyncio.wait([first])
+        assert tokens(taken + await read(outputs)) == greedy_twin(TABLE, [5, 6], 20)
 
     run_on(toy_engine(), use)
 
@@ -437,6 +496,24 @@ def test_closing_is_an_error_for_those_who_read_and_may_be_repeated() -> None:
         assert not engine._thread._thread.is_alive()
         with pytest.raises(RuntimeError, match="closed"):
             engine.llm_engine.step()
+
+    asyncio.run(main())
+
+
+def test_what_is_asked_of_an_engine_while_it_closes_is_refused() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(toy_engine()) as engine:
+            thread, gate = engine._thread, Gate(engine.llm_engine)
+            reading = asyncio.create_task(read(engine.generate([5, 6], LONG)))
+            await gate.reaches(1)
+            thread.stop()
+            # The second question is asked between the last look at the questions and the end.
+            first = thread.ask(lambda _: thread.ask(LLMEngine.stats))
+            gate.open()
+            second = await asyncio.wrap_future(first)
+            for waiting in (asyncio.wrap_future(second), reading, engine.stats()):
+                with pytest.raises(RuntimeError, match="the engine was closed"):
+                    await waiting
 
     asyncio.run(main())
 
