@@ -1,12 +1,16 @@
-"""Hands on an `AsyncLLMEngine` in a test: its steps one by one, and what must hold when all is over."""
+"""What the tests of `AsyncLLMEngine` share: its steps one by one, and what must hold when all is over."""
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from deepinfer_jax.engine.async_engine import AsyncLLMEngine
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.sampling_params import SamplingParams
+
+LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 class Gate:
@@ -71,3 +75,23 @@ async def settle(engine: AsyncLLMEngine) -> None:
     assert (stats["free_blocks"], stats["free_slots"]) == (stats["total_blocks"], stats["total_slots"])
     assert not engine.llm_engine._planned and not engine.llm_engine._in_flight
     engine.llm_engine._scheduler.check_idle()
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+async def read(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+def run_on[T](engine: LLMEngine, use: Callable[[AsyncLLMEngine], Coroutine[Any, Any, T]]) -> T:
+    """What `use` gives; before the engine is closed everything is free and no task is left."""
+
+    async def main() -> T:
+        async with AsyncLLMEngine.from_engine(engine) as asynchronous:
+            result = await use(asynchronous)
+            await settle(asynchronous)
+            return result
+
+    return asyncio.run(main())
