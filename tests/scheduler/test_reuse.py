@@ -296,6 +296,7 @@ def test_nobody_starts_from_what_a_failed_sequence_left_and_others_keep_their_ow
     assert bad.block_keys[2] not in twin.scheduler.snapshots
     assert twin.launch().discarded_blocks[0] != ()
     assert finish(twin, text(2, [1] * 13)) == [[(2, 8, 4)], [(2, 12, 1)]]
+    assert finish(twin, text(3, [1] * 13)) == [[(3, 12, 1)]]  # in the block of 2: the twin knows who wrote it
     twin.drain()
 
 
@@ -304,11 +305,12 @@ def test_who_shares_the_blocks_of_a_failed_sequence_does_not_publish_them_again(
     bad = twin.add(text(0, [1] * 9, max_tokens=20))
     twin.step()
     twin.step()
-    other = twin.add(text(1, [1] * 9, max_tokens=20))
-    twin.step()
-    assert (other.num_cached_tokens, other.block_table[:2]) == (8, bad.block_table[:2])
     twin.launch()
+    other = twin.add(text(1, [1] * 9, max_tokens=20))
+    twin.launch()
+    assert (other.num_cached_tokens, other.block_table[:2]) == (8, bad.block_table[:2])
     twin.land(failing={bad})
+    twin.land()
     for _ in range(5):  # it fills a block of its own
         twin.step()
     assert [block for _, block, _ in other.published] == other.block_table[2:3]

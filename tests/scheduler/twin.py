@@ -250,6 +250,11 @@ class Twin:
                     "two owners"
                 )
             slots.append((s.data_index, s.state_id))
+            for index, block, key in s.published:
+                if scheduler._holders.blocks[index].match(key) == block:
+                    start = s.block_keys.index(key) * scheduler.tokens_per_block
+                    tokens = text[start : start + scheduler.tokens_per_block]
+                    assert self.device.block(index, block) == tokens, "a block can be found that is not written"
         assert len(set(slots)) == len(slots), "two owners"
         assert all(0 <= block < scheduler.num_blocks for _, block in owners)
         assert scheduler.free_blocks == scheduler.total_blocks - len(owners)
