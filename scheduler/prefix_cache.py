@@ -73,7 +73,7 @@ class PrefixCache:
         return self.snapshots.take(block_key(sequence, num_blocks - 1, self.tokens_per_block))
 
     def prefill_captures(self, sequences: Series[Sequence], ends: Int32Array) -> tuple[int, ...]:
-        """The rows of a prefill step after which a snapshot can be taken that is not there yet.
+        """The rows of a prefill step after which a snapshot can be taken that is not there yet, one of those alike.
 
         Arguments:
             sequences: the rows.
@@ -81,11 +81,13 @@ class PrefixCache:
         """
         if not self.captures:
             return ()
-        return tuple(
-            row
-            for row, (sequence, end) in enumerate(zip(sequences, ends.tolist(), strict=True))
-            if not end % self.tokens_per_block and self._key_at(sequence, end) not in self.snapshots
-        )
+        rows: dict[bytes, int] = {}
+        for row, (sequence, end) in enumerate(zip(sequences, ends.tolist(), strict=True)):
+            if not end % self.tokens_per_block:
+                key = self._key_at(sequence, end)
+                if key not in self.snapshots:
+                    rows.setdefault(key, row)
+        return tuple(rows.values())
 
     def decode_captures(self, sequences: Series[Sequence]) -> tuple[int, ...]:
         """The rows of a decode step after which a snapshot can be taken; num_tokens is each one's length by then."""

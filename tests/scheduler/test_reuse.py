@@ -230,6 +230,14 @@ def test_states_are_captured_at_block_ends_that_have_none_yet() -> None:
     assert twin.scheduler.snapshots.num_stored == 5
 
 
+def test_of_sequences_that_begin_alike_in_one_step_one_is_captured() -> None:
+    twin = reusing()
+    for sequence in (text(0, [2] * 6), text(1, [1] * 7), text(2, [1] * 5), text(3, [1] * 6)):
+        twin.add(sequence)
+    assert captures(twin.step()) == [0, 1]
+    twin.drain()
+
+
 def test_with_drafts_only_prompts_are_captured_as_the_length_of_others_is_not_known() -> None:
     buckets = BucketTable(decode=(Bucket(4, 3, 8),), prefill=(Bucket(4, 32, 8),))
     twin = reusing(buckets=buckets, num_drafts=2)
