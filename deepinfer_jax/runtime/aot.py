@@ -41,17 +41,16 @@ BUCKETS: dict[Kind, Bucket] = {
     "prefill": Bucket(rows=4, time=512, width=64),
 }
 
-_HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32"}
+_HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32"}
 _COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
 
 
 def copied_pools(compiled: str, cache: PagedCache) -> list[str]:
-    """The instructions of a compiled program that copy or transpose whole pools or window rings of `cache`.
+    """The instructions of a compiled program that copy or transpose whole pools or rings of `cache`.
 
     An array counts as a pool if it has a pool's type and number of elements.
     """
-    pools = jax.tree.leaves((cache.entries, cache.index_keys, cache.windows))
-    sizes = {(_HLO_TYPES[pool.dtype.name], pool.size) for pool in pools}
+    sizes = {(_HLO_TYPES[pool.dtype.name], pool.size) for pool in jax.tree.leaves(cache)}
     found = []
     for line in compiled.splitlines():
         if match := _COPIES.search(line):

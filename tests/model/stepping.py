@@ -36,13 +36,13 @@ def moved(function: Any, model: StepModel, tokens_per_block: int, cache: Any, *a
 
 
 class Stepping:
-    """A cache, full of poison where no sequence wrote, and steps of single sequences on it."""
+    """A cache, full of poison where no sequence wrote (or, if `clean`, of zeros), and steps on it."""
 
-    def __init__(self, model: StepModel, params: Any, shape: CacheShape) -> None:
+    def __init__(self, model: StepModel, params: Any, shape: CacheShape, *, clean: bool = False) -> None:
         self.model, self.params, self.shape = model, params, shape
-        cache = init_pools(model.state(shape.tokens_per_block), shape)
-        everything = (jnp.arange(size, dtype=jnp.int32)[None] for size in (shape.blocks, shape.slots))
-        self.cache = self._moved(poison, *everything, cache=cache)
+        self.cache = init_pools(model.state(shape.tokens_per_block), shape)
+        if not clean:
+            self.poison(list(range(shape.slots)), list(range(shape.blocks)))
 
     def step(self, slot: int, blocks: list[int], start: int, tokens: np.ndarray, time: int) -> np.ndarray:
         """Hidden states of the new tokens, [tokens, hidden], of a step that has room for `time`."""
@@ -57,8 +57,12 @@ class Stepping:
             slots=np.array([[self.shape.slots, slot]], np.int32),  # type: ignore[arg-type]
             tables=tables,  # type: ignore[arg-type]
         )
+        return self.run(batch)[1, : len(tokens)]
+
+    def run(self, batch: StepBatch) -> np.ndarray:
+        """One step of any rows; their hidden states."""
         hidden, self.cache = advance(self.model, self.params, self.cache, batch)
-        return np.asarray(hidden)[1, : len(tokens)]
+        return np.asarray(hidden)
 
     def feed(self, slot: int, blocks: list[int], start: int, tokens: np.ndarray, time: int) -> np.ndarray:
         """Tokens in steps of `time`; hidden states of all."""
@@ -79,11 +83,11 @@ class Stepping:
     def put_block(self, number: int, content: np.ndarray) -> None:
         self.cache = self._moved(write_blocks, _index(number), jnp.asarray(content)[None, None])
 
-    def poison(self, slot: int, blocks: list[int]) -> None:
-        self.cache = self._moved(poison, jnp.asarray([blocks], jnp.int32), _index(slot))
+    def poison(self, slots: list[int], blocks: list[int]) -> None:
+        self.cache = self._moved(poison, jnp.asarray([blocks], jnp.int32), jnp.asarray([slots], jnp.int32))
 
-    def _moved(self, function: Any, *arguments: jax.Array, cache: Any = None) -> Any:
-        return moved(function, self.model, self.shape.tokens_per_block, cache or self.cache, *arguments)
+    def _moved(self, function: Any, *arguments: jax.Array) -> Any:
+        return moved(function, self.model, self.shape.tokens_per_block, self.cache, *arguments)
 
 
 def _index(number: int) -> jax.Array:

@@ -1,14 +1,20 @@
 """Step programs write pools where they lie: there is no room for a second one, and no time to copy it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from small import small_config
 
+from deepinfer_jax.config import Precision
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.paged_cache import paged_state
 from deepinfer_jax.runtime.aot import copied_pools
+from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.state_programs import WRITES, Move, move_input_shapes, move_program
 from deepinfer_jax.runtime.step_program import Kind, step_program
+from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
 from deepinfer_jax.state import CacheShape, init_pools
@@ -23,6 +29,23 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket) -> None:
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
     assert compiled is not None and "u8[1,11,16,64]" in compiled  # a ring: 11 slots of 16 keys of 64 channels
     assert copied_pools(compiled, arguments[1].cache) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "reference"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("move", ["read_slots", "restore", "read_blocks", "write_blocks", "poison"])
+def test_no_move_copies_a_pool(move: Move, packed: bool, precision: Precision) -> None:
+    model = TextModel(small_config(), precision, KernelChoice(), packed=packed)
+    shape, width = dataclasses.replace(SHAPE, rollback=3), 8
+    cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
+    state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width)))
+    program = jax.jit(move_program(model, move, shape), donate_argnums=0 if move in WRITES else ())
+    compiled = program.lower(state, *move_input_shapes(model, move, shape, width)).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and copied_pools(text, cache) == []
+    if move in WRITES:
+        held = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache))
+        assert memory is not None and memory.alias_size_in_bytes >= held
 
 
 def test_a_copied_pool_is_found() -> None:
