@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.engine.args import EngineArgs, EngineType
     from deepinfer_jax.engine.async_engine import AsyncLLMEngine
     from deepinfer_jax.engine.engine import LLMEngine
+    from deepinfer_jax.engine.handover import SequenceState
     from deepinfer_jax.engine.outputs import RequestOutput
     from deepinfer_jax.engine.sampling_params import SamplingParams
     from deepinfer_jax.llm import LLM
@@ -29,6 +30,7 @@ _HOME = {
     "LLM": "llm",
     "LLMEngine": "engine.engine",
     "AsyncLLMEngine": "engine.async_engine",
+    "SequenceState": "engine.handover",
     "EngineArgs": "engine.args",
     "EngineType": "engine.args",
     "SamplingParams": "engine.sampling_params",
@@ -57,6 +59,7 @@ __all__ = [
     "Params",
     "RequestOutput",
     "SamplingParams",
+    "SequenceState",
     "draft",
     "forward",
     "init_cache",

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
 from deepinfer_jax.engine.prompts import encode_text, token_ids
@@ -72,7 +72,12 @@ class LLM:
             "stop_preempted_request": False,
             "offline_inference": True,
         }
-        self.llm_engine = LLMEngine(EngineArgs.from_kwargs(args | kwargs))
+        engine_args = EngineArgs.from_kwargs(args | kwargs)
+        if engine_args.engine_type is not EngineType.NORMAL:
+            raise ValueError(
+                f"LLM runs whole requests; a {engine_args.engine_type.name} engine is an LLMEngine of its own"
+            )
+        self.llm_engine = LLMEngine(engine_args)
         self.decode_sequence = decode_sequence
         self.last_errors: dict[int, str] = {}
         self._request_counter = 0

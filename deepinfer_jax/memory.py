@@ -231,7 +231,7 @@ class _Sizes:
             **{name: self.slots * size for name, size in slot.items()},
             "slot table": self.slots * SLOT_TABLE_BYTES,
             "block tables": self.slots * self.blocks(length) * 4,
-            "snapshots": 0,  # nothing is kept of a sequence that has ended
+            "snapshots": 0,  # they lie in host memory (`EngineArgs.snapshot_memory_bytes`)
             "draft log-probabilities": self.slots * self.num_drafts * self.config.text.vocab_size * 4,
             "temporaries": temporaries,
         }

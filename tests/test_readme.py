@@ -10,8 +10,9 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "forward"])
-def test_example(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "hand-over", "forward"])
+def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     registry, ports = CollectorRegistry(), list[int]()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     monkeypatch.setattr("prometheus_client.start_http_server", ports.append)
@@ -30,3 +31,7 @@ def test_example(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "streamed" in namespace:
         streamed = namespace["streamed"]
         assert isinstance(streamed, list) and len(streamed) == 8
+    if "completions" in namespace:
+        tokens = namespace["tokens"]
+        assert isinstance(tokens, list) and len(tokens) == 8
+        assert [file.name for file in tmp_path.iterdir()] == ["sequence.safetensors"]

@@ -19,6 +19,8 @@ KVCacheFormat = Literal["packed", "unpacked"]
 _DEFAULT_TOKENS_PER_BLOCK = 128
 # Chunks longer than this gain little: the experts' tiles are full by then.
 _CHUNKED_BATCHED_TOKENS = 2048
+# About 1400 snapshots of the released model.
+_SNAPSHOT_MEMORY_BYTES = 4 << 30
 # DeepInfer's floor for prompts that run in one piece (DB §1.3).
 _WHOLE_BATCHED_TOKENS = 4096
 
@@ -30,7 +32,12 @@ _DEAD_FIELDS = {
 
 
 class EngineType(IntEnum):
-    """DB §1.8. As in DeepInfer as shipped, only NORMAL works."""
+    """What an engine does of a request (DB §1.8; as DeepInfer is shipped, only NORMAL works there).
+
+    NORMAL: all of it. PROMPT: prompt and first token; then it holds the request for `export_sequence`. COMPLETION: the
+    rest of a request that `import_sequence` brings. One that it preempts it computes again, prompt included, which
+    DeepInfer's cannot.
+    """
 
     NORMAL = 0
     PROMPT = 1
@@ -83,7 +90,7 @@ class EngineLimits:
 
 @dataclass(kw_only=True)
 class EngineArgs:
-    """Arguments of `LLMEngine`: DeepInfer's (DB §1.2), and four of ours at the end.
+    """Arguments of `LLMEngine`: DeepInfer's (DB §1.2), and six of ours at the end.
 
     Two fields of DeepInfer are gone because nothing reads them there: `ignore_len` and `lookahead_tokens`.
 
@@ -113,7 +120,7 @@ class EngineArgs:
         revision, tokenizer_revision: forwarded to the tokenizer only, as in DeepInfer.
         stop_preempted_request: a request that is preempted for lack of blocks ends ("insufficient_system_resource")
             instead of being computed again.
-        engine_type: NORMAL.
+        engine_type: see `EngineType`.
         chunked_prefill: prompts may run in chunks (DeepInfer: off by default). Off: a prompt runs in one piece, so
             max_num_batched_tokens must be at least max_model_len.
         tokens_per_block: tokens of a block of the cache, a multiple of 2 (compressed entries stand for up to 2
@@ -123,6 +130,11 @@ class EngineArgs:
         num_kv_blocks: ours; blocks of each data index; None: as many as memory holds and the sequences can use.
         kv_cache_format: ours; "packed" stores the cache in the released formats, "unpacked" as plain numbers; the
             results are the same to the bit. "float32_exact" quantises nothing and is always unpacked.
+        enable_prefix_caching: ours; what the cache holds of earlier requests is reused by those that begin alike. The
+            tokens are those of a cold run, in "float32_exact" or with DEEPINFER_BATCH_INVARIANT=1 exactly; else a
+            prompt that starts in the middle is summed in another order, as one is that runs in other chunks.
+        snapshot_memory_bytes: ours; host memory for the windows, open groups and n-gram tails at block boundaries,
+            without which the blocks before one cannot be reused; the least recently used go first.
 
     Raises ValueError or TypeError with the field's name for a value that cannot be.
     """
@@ -154,6 +166,8 @@ class EngineArgs:
     precision: Precision = "reference"
     num_kv_blocks: int | None = None
     kv_cache_format: KVCacheFormat = "packed"
+    enable_prefix_caching: bool = True
+    snapshot_memory_bytes: int = _SNAPSHOT_MEMORY_BYTES
 
     def __post_init__(self) -> None:
         self._check_names_and_flags()
@@ -168,8 +182,10 @@ class EngineArgs:
         self._check_parallelism()
         if not 0 < number("gpu_memory_utilization", self.gpu_memory_utilization) <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.engine_type != EngineType.NORMAL:
-            raise ValueError(f"engine_type must be EngineType.NORMAL in this version, got {self.engine_type!r}")
+        try:
+            self.engine_type = EngineType(self.engine_type)
+        except ValueError:
+            raise ValueError(f"engine_type must be one of {list(EngineType)}, got {self.engine_type!r}") from None
 
     def _check_names_and_flags(self) -> None:
         for name in ("model", "tokenizer"):
@@ -183,7 +199,7 @@ class EngineArgs:
             raise TypeError(f"served_model_name must be a string, got {self.served_model_name!r}")
         for name in (
             *("trust_remote_code", "disable_log_stats", "stop_preempted_request"),
-            *("chunked_prefill", "offline_inference"),
+            *("chunked_prefill", "offline_inference", "enable_prefix_caching"),
         ):
             setattr(self, name, boolean(name, getattr(self, name)))
 
@@ -196,6 +212,7 @@ class EngineArgs:
         if integer("tokens_per_block", self.tokens_per_block) == -1:
             self.tokens_per_block = _DEFAULT_TOKENS_PER_BLOCK
         self._check_integer("tokens_per_block", at_least=2)
+        self._check_integer("snapshot_memory_bytes", at_least=0)
         if self.tokens_per_block % 2:
             raise ValueError(
                 f"tokens_per_block must be a multiple of 2, got {self.tokens_per_block}: a compressed entry stands "

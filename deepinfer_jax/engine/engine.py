@@ -1,7 +1,6 @@
 """`LLMEngine`: requests in, one output object per emitted token out (DB §1.4)."""
 
 import contextlib
-import gc
 import logging
 import math
 import random
@@ -11,19 +10,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.garbage import collector_paused
+from deepinfer_jax.engine.handover import SequenceState, computed_state
+from deepinfer_jax.engine.launch import Launched, launch
 from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.prompts import id_problem, token_ids
-from deepinfer_jax.engine.request import Request, check_request_id, forced_tokens, own_params, prefill_columns
+from deepinfer_jax.engine.request import Request, check_request_id, own_params
 from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
 from deepinfer_jax.engine.values import number
-from deepinfer_jax.runtime.runner import InFlight
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.scheduler import Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class LLMEngine:
         for output in engine.step():
             ...
 
-    Every step program is compiled here; none is compiled later.
+    Every program is compiled here; none is compiled later.
 
     With zero-overhead scheduling (on unless DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0) a `step` launches the next step
     before it reads the one before, so tokens come one call later; they are the same.
@@ -54,7 +56,9 @@ class LLMEngine:
         self.limits = limits = parts.limits
         self.vocab_size = parts.vocab_size
         self._image_token_id = parts.image_token_id
+        self._identity = parts.identity
         self._runner = parts.runner
+        self._poison = env.POISON_FREED_STATE
         self._scheduler = Scheduler(
             buckets=parts.buckets,
             data_parallel_size=limits.data_parallel_size,
@@ -66,11 +70,14 @@ class LLMEngine:
             num_drafts=limits.num_drafts,
             chunked_prefill=limits.chunked_prefill,
             stop_preempted_request=args.stop_preempted_request,
+            prefix_caching=parts.prefix_caching,
+            snapshot_budget=args.snapshot_memory_bytes,
+            decodes=args.engine_type != EngineType.PROMPT,
         )
         self._open: dict[str, Sequence] = {}  # requests that have not given their last output
+        self._computed: dict[str, Sequence] = {}  # those of them that wait for their export
         self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
-        self._planned: list[PrefillStep | DecodeStep] = []  # planned and not booked, in the order of the device
-        self._in_flight: list[InFlight] = []  # those of them that were launched
+        self._launched: list[Launched] = []  # launched and not booked, in the order of the device
         self._next_seq_id = 0
         self._stats = EngineStats()
         self._closed = False
@@ -110,6 +117,8 @@ class LLMEngine:
         or a request id in use; TypeError for a request id that is no string or an arrival_time that is no number.
         """
         self._check_open()
+        if self.args.engine_type is EngineType.COMPLETION:
+            raise ValueError("a COMPLETION engine computes no prompts: give it requests by import_sequence()")
         check_request_id(request_id)
         if multi_modal_data is not None:
             raise ValueError(
@@ -120,8 +129,7 @@ class LLMEngine:
             arrival_time = time.perf_counter()
         elif not math.isfinite(number("arrival_time", arrival_time)):
             raise ValueError(f"request {request_id}: arrival_time must be finite, got {arrival_time}")
-        if request_id in self._open or any(output.request_id == request_id for output in self._ready):
-            raise ValueError(f"request {request_id} is unfinished; give the new request another id")
+        self._check_unused(request_id)
         params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
         try:
@@ -138,26 +146,95 @@ class LLMEngine:
                 request_id,
                 self._image_token_id,
             )
+        return self._submit(
+            user_id=user_id,
+            request_id=request_id,
+            params=params,
+            seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
+            arrival_time=float(arrival_time),
+            prompt_token_ids=ids.astype(np.int32),
+            # What was restored has no log-probabilities.
+            reuse=not params.prompt_logprobs,
+        )
 
+    def computed_requests(self) -> list[str]:
+        """Requests of a PROMPT engine whose prompt is computed, in that order; they hold their state until exported."""
+        return list(self._computed)
+
+    def export_sequence(self, request_id: str) -> SequenceState:
+        """Takes a computed prompt out of a PROMPT engine, for the `import_sequence` of a COMPLETION engine.
+
+        Raises ValueError if the engine is not a PROMPT engine, or there is no such computed prompt.
+        """
+        self._check_open()
+        if self.args.engine_type is not EngineType.PROMPT:
+            raise ValueError(
+                f"a {self.args.engine_type.name} engine hands nothing over; make one with engine_type=EngineType.PROMPT"
+            )
+        if request_id not in self._computed:
+            raise ValueError(
+                f"request {request_id} is not a computed prompt; there are: {', '.join(self._computed) or 'none'}"
+            )
+        sequence = self._computed[request_id]
+        assert self._identity is not None
+        with self._losing_all_on_failure():
+            state = computed_state(self._runner, sequence, self._identity, self.limits.tokens_per_block)
+            self._scheduler.hand_over(sequence)
+            del self._open[request_id], self._computed[request_id]
+            self._stats.finished["handed_over"] += 1
+        return state
+
+    def import_sequence(self, state: SequenceState) -> Sequence:
+        """Goes on with a prompt that another engine computed; its next output is the second token.
+
+        Nothing is computed again, unless the sequence is preempted later.
+
+        Raises ValueError if the engine is not a COMPLETION engine, the request id is in use, or the state comes from
+        another model, precision or layout of the cache, with the reason.
+        """
+        self._check_open()
+        if self.args.engine_type is not EngineType.COMPLETION:
+            raise ValueError(
+                f"a {self.args.engine_type.name} engine takes no computed prompts; make one with "
+                "engine_type=EngineType.COMPLETION"
+            )
+        assert self._identity is not None
+        self._identity.require(state.identity, f"request {state.request_id}")
+        self._check_unused(state.request_id)
+        params = own_params(state.params)
+        params.eos_id = self.tokenizer.eos_token_id
+        return self._submit(
+            user_id=state.user_id,
+            request_id=state.request_id,
+            params=params,
+            seed=state.seed,
+            arrival_time=time.perf_counter(),
+            prompt_token_ids=state.prompt_token_ids,
+            output_token_ids=state.output_token_ids.tolist(),
+            imported=Imported(num_tokens=state.num_tokens, state=state.slot, blocks=state.blocks),
+        )
+
+    def _submit(
+        self, *, params: SamplingParams, seed: int, prompt_token_ids: npt.NDArray[np.int32], **fields: Any
+    ) -> Sequence:
+        """Hands the scheduler a sequence with these fields."""
+        keep, prompt_len = self.limits.keep_tokens, len(prompt_token_ids)
+        refusal = self._scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
         sequence = Sequence(
             seq_id=self._next_seq_id,
-            request_id=request_id,
-            prompt_token_ids=ids.astype(np.int32),
+            prompt_token_ids=prompt_token_ids,
             max_tokens=params.max_tokens,
             eos_id=params.eos_id,
             max_model_len=self.limits.max_model_len,
             ignore_eos=params.ignore_eos,
-            user_id=user_id,
-            arrival_time=float(arrival_time),
-            request=Request(
-                params,
-                seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
-                error=self.length_problem(len(ids), params) or "",
-            ),
+            # Of earlier tokens bounded replay leaves no windows in the consumer layers.
+            most_cached_tokens=None if keep is None else max(prompt_len - keep, 0),
+            request=Request(params, seed=seed, error=refusal or ""),
+            **fields,
         )
         self._next_seq_id += 1
         with self._losing_all_on_failure():
-            self._open[request_id] = sequence
+            self._open[sequence.request_id] = sequence
             self._scheduler.add_sequence(sequence)
         return sequence
 
@@ -190,15 +267,15 @@ class LLMEngine:
         caller.
         """
         self._check_open()
-        with self._losing_all_on_failure(), _collector_paused():
-            num_due = len(self._planned)
+        with self._losing_all_on_failure(), collector_paused():
+            num_due = len(self._launched)
             self._launch(self._plan())
             if not self.limits.zero_overhead_scheduling:
-                num_due = len(self._planned)
+                num_due = len(self._launched)
             self._read(num_due)
             if not self._open:
                 self._scheduler.check_idle()
-        if num_due or self._planned:
+        if num_due or self._launched:
             self._stats.end_step()
             if self._log_interval > 0 and self._stats.steps % self._log_interval == 0:
                 logger.info("%s", log_line(self.stats()))
@@ -208,7 +285,7 @@ class LLMEngine:
         """Reads all steps that were launched and not yet read; launches none."""
         self._check_open()
         with self._losing_all_on_failure():
-            self._read(len(self._planned))
+            self._read(len(self._launched))
         return self._hand_out()
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
@@ -225,21 +302,24 @@ class LLMEngine:
         if unknown := [name for name in request_ids if name not in self._open]:
             logger.info("nothing to abort: %s not unfinished", ", ".join(map(str, unknown)))
         with self._losing_all_on_failure():
+            for name in request_ids:
+                self._computed.pop(name, None)
             return self._scheduler.abort(request_ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a further `step` has something to give."""
-        return bool(self._open or self._ready)
+        """Whether a further `step` has something to give. A PROMPT engine has nothing to add to a computed prompt."""
+        return bool(self.get_num_unfinished_requests() or self._ready)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that have not given their last output."""
-        return len(self._open)
+        """Requests that have not given their last output, computed prompts of a PROMPT engine not counted."""
+        return len(self._open) - len(self._computed)
 
     def stats(self) -> dict[str, Any]:
         """What the engine is doing and has done; may be called at any time.
 
-        Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens (prompt
-        tokens whose state was reused: 0 in this version); free_blocks, total_blocks, free_slots, total_slots (over all
+        Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens (tokens
+        whose state was restored instead of computed); num_snapshots, snapshot_bytes (what is kept for that in host
+        memory); free_blocks, total_blocks, free_slots, total_slots (over all
         data indices); compile_count; num_steps; num_finished (by finish reason); prompt_tokens, generation_tokens and,
         per second over the latest iterations, prompt_throughput, generation_throughput; queue_time_* (arrival to first
         launch) and ttft_* (arrival to first token) in seconds, mean and max of the latest requests, sum and count of
@@ -250,7 +330,8 @@ class LLMEngine:
             "num_waiting": scheduler.num_waiting,
             "num_running": scheduler.num_running,
             "num_preemptions": scheduler.num_preemptions,
-            "num_cached_tokens": 0,
+            "num_snapshots": len(scheduler.snapshots),
+            "snapshot_bytes": scheduler.snapshots.used,
             "free_blocks": scheduler.free_blocks,
             "total_blocks": scheduler.total_blocks,
             "free_slots": scheduler.free_slots,
@@ -261,7 +342,7 @@ class LLMEngine:
     def close(self) -> None:
         """Frees parameters, cache and requests; a closed engine refuses new ones. May be called again."""
         self._closed = True
-        for kept in (self._open, self._ready, self._planned, self._in_flight):
+        for kept in (self._open, self._computed, self._ready, self._launched):
             kept.clear()
         self._runner.close()
 
@@ -269,58 +350,63 @@ class LLMEngine:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
 
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._open or any(output.request_id == request_id for output in self._ready):
+            raise ValueError(f"request {request_id} is unfinished; give the new request another id")
+
     def _plan(self) -> StepPlan:
         """The next plan; requests that ended without a token have their outputs."""
         start = time.perf_counter()
         plan = self._scheduler.schedule()
-        self._planned += [step for step in (plan.prefill, plan.decode) if step is not None]
         self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in plan.ignored])
         self._stats.seconds["schedule"] += time.perf_counter() - start
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        """Hands the steps of a plan to the device, which runs them in this order."""
         start = time.perf_counter()
+        self._launched += launch(self._runner, plan, self.limits, poison=self._poison)
         if plan.prefill is not None:
-            columns = prefill_columns(plan.prefill, self.limits.keep_tokens)
-            self._in_flight.append(self._runner.prefill(plan.prefill, columns))
             self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
-            for sequence in plan.prefill.sequences:
-                if not sequence.request.launched:
-                    sequence.request.launched = True
-                    self._stats.queue.add(start - sequence.arrival_time)
-        if plan.decode is not None:
-            params = [sequence.request.params for sequence in plan.decode.sequences]
-            forced = forced_tokens(plan.decode) if any(p.golden_token_ids for p in params) else None
-            wants_top = any(p.top_logprobs for p in params)
-            self._in_flight.append(self._runner.decode(plan.decode, forced, wants_top))
+        self._stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
+        started = [restore.sequence for restore in plan.restores]
+        for sequence in started + (plan.prefill.sequences if plan.prefill is not None else []):
+            if not sequence.request.launched:
+                sequence.request.launched = True
+                self._stats.queue.add(start - sequence.arrival_time)
         self._stats.seconds["launch"] += time.perf_counter() - start
 
     def _read(self, count: int) -> None:
         """Waits for the first `count` launched steps and books what they gave."""
         for _ in range(count):
             start = time.perf_counter()
-            result = self._in_flight.pop(0).result()
+            launched = self._launched.pop(0)
+            step, result, states = launched.step, launched.result.result(), launched.captured()
             arrived = time.perf_counter()
-            step = self._planned.pop(0)
             if isinstance(step, PrefillStep):
                 keep_prompt_logprobs(step, result)
-            taken = self._scheduler.update(step, result.tokens, result.counts, result.finite)
+            taken = self._scheduler.update(step, result.tokens, result.counts, result.finite, states)
             outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens)
             self._stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, PrefillStep):
-                for output in outputs:
-                    if output.num_output_tokens == 1 and not output.message:
-                        self._stats.first_token.add(arrived - self._open[output.request_id].arrival_time)
+                self._note_first_tokens(outputs, arrived)
             self._emit(outputs)
             self._stats.seconds["wait"] += arrived - start
             self._stats.seconds["process"] += time.perf_counter() - arrived
+
+    def _note_first_tokens(self, outputs: list[RequestOutput], arrived: float) -> None:
+        for output in outputs:
+            if output.num_output_tokens == 1 and not output.message:
+                sequence = self._open[output.request_id]
+                self._stats.first_token.add(arrived - sequence.arrival_time)
+                if self.args.engine_type is EngineType.PROMPT and not output.finished:
+                    self._computed[output.request_id] = sequence
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         self._ready += outputs
         for output in outputs:
             if output.finished:
                 del self._open[output.request_id]
+                self._computed.pop(output.request_id, None)
                 self._stats.finished[output.finish_reason] += 1
 
     def _hand_out(self) -> list[RequestOutput]:
@@ -337,8 +423,7 @@ class LLMEngine:
         try:
             yield
         except BaseException as error:  # Ctrl-C too, which may come anywhere: no account that was open is relied on
-            self._planned.clear()
-            self._in_flight.clear()
+            self._launched.clear()
             waiting = self._scheduler.reset()
             told = {output.request_id for output in self._ready if output.finished}
             self._open = {name: sequence for name, sequence in self._open.items() if name not in told}
@@ -353,19 +438,3 @@ class LLMEngine:
             self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
             self._runner.reset()
             raise
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection in between; one that is due comes right after.
-
-    A step makes some thousand objects that all live until the next one. Each seven hundred would start a collection
-    that finds nothing, and every hundredth of those looks through all objects of the process, for longer than a step.
-    """
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

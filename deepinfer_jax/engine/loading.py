@@ -12,6 +12,7 @@ from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
+from deepinfer_jax.engine.handover import StateIdentity, state_identity
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
 from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
@@ -39,6 +40,8 @@ class EngineParts:
         buckets: the step programs.
         num_blocks: blocks of each data index.
         runner: the compiled programs.
+        prefix_caching: whether beginnings of earlier requests are reused.
+        identity: what another engine must have in common to take a sequence over; None for a NORMAL engine.
     """
 
     tokenizer: Any
@@ -48,6 +51,8 @@ class EngineParts:
     buckets: BucketTable
     num_blocks: int
     runner: Runner
+    prefix_caching: bool = False
+    identity: StateIdentity | None = None
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
@@ -100,6 +105,10 @@ def load_parts(args: EngineArgs) -> EngineParts:
         tokens_per_block=limits.tokens_per_block,
         rollback=limits.num_drafts,
     )
+    model = TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed", replay=replay)
+    identity = None
+    if args.engine_type is not EngineType.NORMAL:
+        identity = state_identity(config, params, limits.tokens_per_block, model.state(limits.tokens_per_block))
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=config.text.vocab_size,
@@ -108,14 +117,35 @@ def load_parts(args: EngineArgs) -> EngineParts:
         buckets=buckets,
         num_blocks=num_blocks,
         runner=Runner(
-            TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed", replay=replay),
+            model,
             params,
             buckets=buckets,
             shape=shape,
             table_width=limits.blocks_per_sequence,
             mesh=mesh,
+            **runner_duties(args, limits),
         ),
+        prefix_caching=prefix_caching(args, limits),
+        identity=identity,
     )
+
+
+def prefix_caching(args: EngineArgs, limits: EngineLimits) -> bool:
+    """Whether beginnings of earlier requests are reused: some text must be longer than a block, and states kept."""
+    return (
+        args.enable_prefix_caching and args.snapshot_memory_bytes > 0 and limits.max_model_len > limits.tokens_per_block
+    )
+
+
+def runner_duties(args: EngineArgs, limits: EngineLimits) -> dict[str, Any]:
+    """What a runner must be able to do, as arguments of `Runner`."""
+    hands_over = args.engine_type is not EngineType.NORMAL
+    return {
+        "kinds": ("prefill",) if args.engine_type is EngineType.PROMPT else ("prefill", "decode"),
+        "moves_slots": hands_over or prefix_caching(args, limits),
+        "moves_blocks": hands_over,
+        "poisons": env.POISON_FREED_STATE,
+    }
 
 
 def num_drafts() -> int:

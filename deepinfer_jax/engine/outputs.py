@@ -29,6 +29,8 @@ class RequestOutput:
         draft_tok: on the last output of a step, the rows verified in it: drafts + 1; else 0.
         accept_tok: on the last output of a step, accepted drafts + 1; else 0.
         confidence_score: None: this version has no drafts.
+        num_cached_tokens: ours: tokens of the prompt whose state was restored instead of computed, on the request's
+            first output; else 0.
         message: ours: a sentence if the request failed, else "".
     """
 
@@ -48,6 +50,7 @@ class RequestOutput:
     draft_tok: int = 0
     accept_tok: int = 0
     confidence_score: list[float] | None = None
+    num_cached_tokens: int = 0
     message: str = ""
 
     def clone(self) -> "RequestOutput":

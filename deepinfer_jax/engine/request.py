@@ -52,19 +52,10 @@ def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> Sampl
     return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})
 
 
-def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[str, npt.NDArray[Any]]:
-    """What each row of a prefill samples by, arrays [rows]; the device keeps it for the decode steps that follow.
-
-    next_token is the prompt's token after the new ones: the target of the last new token's log-probability. kept_from
-    counts from the end of the sequence as it is now, after a preemption with its output.
-
-    Arguments:
-        keep_tokens: `EngineLimits.keep_tokens`.
-    """
-    requests: list[Request] = [sequence.request for sequence in step.sequences]
+def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
+    """What each sequence samples by, arrays [n]; the device keeps it from step to step."""
+    requests: list[Request] = [sequence.request for sequence in sequences]
     params = [request.params for request in requests]
-    ends = (step.starts + step.num_new_tokens).tolist()
-    rows = list(zip(step.sequences, params, ends, strict=True))
     return {
         "temperature": np.asarray([p.temperature for p in params], np.float32),
         "greedy": np.asarray([p.greedy for p in params], np.bool_),
@@ -72,6 +63,22 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
         "top_k": np.asarray([p.top_k for p in params], np.int32),
         "seed_low": np.asarray([request.seed & 0xFFFFFFFF for request in requests], np.uint32),
         "seed_high": np.asarray([request.seed >> 32 for request in requests], np.uint32),
+    }
+
+
+def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[str, npt.NDArray[Any]]:
+    """What the host says about each row of a prefill, arrays [rows].
+
+    next_token is the prompt's token after the new ones: the target of the last new token's log-probability. kept_from
+    counts from the end of the sequence as it is now, after a preemption with its output.
+
+    Arguments:
+        keep_tokens: `EngineLimits.keep_tokens`.
+    """
+    params = [sequence.request.params for sequence in step.sequences]
+    ends = (step.starts + step.num_new_tokens).tolist()
+    rows = list(zip(step.sequences, params, ends, strict=True))
+    return sampling_columns(step.sequences) | {
         # Only the first output, also when its step is computed again after preemption (DB §15.2 trap 27).
         "banned": np.asarray(
             [p.eos_id if p.first_n_token_no_eos == 1 and s.output_len == 0 else -1 for s, p, _ in rows], np.int32

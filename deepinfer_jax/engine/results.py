@@ -54,6 +54,7 @@ def token_outputs(
             last.finish_reason, last.finished = sequence.finish_reason, True
         if number == count:
             outputs[-count].prompt_logprobs = list(sequence.request.prompt_logprobs)
+            outputs[-count].num_cached_tokens = sequence.num_cached_tokens
         if result.top_tokens is not None and result.top_logprobs is not None:
             num_top = sequence.request.params.top_logprobs
             for i, output in enumerate(outputs[-count:]):

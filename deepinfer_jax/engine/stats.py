@@ -50,7 +50,8 @@ class EngineStats:
     Attributes:
         steps: engine iterations that launched something or read something.
         prompt_tokens, generation_tokens: tokens computed of prompts (again after preemption) and tokens handed out.
-        finished: requests by finish reason.
+        cached_tokens: tokens whose state was restored instead of computed.
+        finished: requests by finish reason; "handed_over" of those that another engine goes on with.
         seconds: time by phase.
         queue, first_token: seconds from arrival to the first launch, and to the first output token.
     """
@@ -59,6 +60,7 @@ class EngineStats:
         self.steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.cached_tokens = 0
         self.finished: Counter[str] = Counter()
         self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self.queue = _Latency()
@@ -86,6 +88,7 @@ class EngineStats:
         prompt_throughput, generation_throughput = self.throughput()
         return {
             "num_steps": self.steps,
+            "num_cached_tokens": self.cached_tokens,
             "num_finished": dict(self.finished),
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,

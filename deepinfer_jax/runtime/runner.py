@@ -202,8 +202,9 @@ class Runner:
 
     @property
     def compile_count(self) -> int:
-        """How many programs this runner has; `warm_up` makes all, a step never one."""
-        return len(self._programs) + len(self._moves)
+        """How many step programs this runner has; `warm_up` makes all, a step never one. Those that move state come
+        beside them, at most five."""
+        return len(self._programs)
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
+from deepinfer_jax.engine.args import EngineArgs, EngineLimits
 
 
 def limits(model_len: int = 1_048_576, **kwargs: object) -> EngineLimits:
@@ -38,7 +38,7 @@ def test_the_fields_are_deepinfers_in_its_order_then_ours() -> None:
         *("engine_rank", "engine_group_rank", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs"),
         *("disable_log_stats", "revision", "tokenizer_revision", "stop_preempted_request", "engine_type"),
         *("chunked_prefill", "tokens_per_block", "offline_inference"),
-        *("precision", "num_kv_blocks", "kv_cache_format"),
+        *("precision", "num_kv_blocks", "kv_cache_format", "enable_prefix_caching", "snapshot_memory_bytes"),
     ]
 
 
@@ -112,7 +112,8 @@ def test_a_budget_that_is_too_small_is_refused_with_the_arithmetic() -> None:
         ("engram_parallel_size", 2),
         ("engine_rank", 1),
         ("engine_group_rank", 1),
-        ("engine_type", EngineType.COMPLETION),
+        ("engine_type", 3),
+        ("snapshot_memory_bytes", -1),
         ("tokens_per_block", 0),
         ("tokens_per_block", 7),
         ("num_kv_blocks", 0),

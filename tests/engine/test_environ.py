@@ -41,7 +41,7 @@ def test_every_variable_of_deepinfer_is_a_row_with_its_default() -> None:
     rows = {row.name.removeprefix("DEEPINFER_"): str(row.default) for row in TABLE}
     assert {name: rows.get(name) for name in listed} == {name: default.strip() for name, default in listed.items()}
     assert {name for name in DECIDED_LATER if rows[name] == "None"} == DECIDED_LATER
-    ours = {"COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "CPP_LOG_LEVEL"}
+    ours = {"COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "CPP_LOG_LEVEL", "POISON_FREED_STATE"}
     assert set(rows) == set(listed) | DECIDED_LATER | ours
 
 

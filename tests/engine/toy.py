@@ -22,12 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.environ import rearm
+from deepinfer_jax.engine.handover import StateIdentity, state_layout
 from deepinfer_jax.engine.loading import (
     EngineParts,
     engine_devices,
     engine_mesh,
     num_drafts,
     pool_blocks,
+    prefix_caching,
+    runner_duties,
     step_buckets,
     zero_overhead_scheduling,
 )
@@ -204,8 +207,20 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         shape=shape,
         table_width=limits.blocks_per_sequence,
         mesh=mesh,
+        **runner_duties(args, limits),
     )
-    return EngineParts(ToyTokenizer(), VOCAB, IMAGE, limits, buckets, blocks, runner)
+    declared = model.state(limits.tokens_per_block)
+    return EngineParts(
+        ToyTokenizer(),
+        VOCAB,
+        IMAGE,
+        limits,
+        buckets,
+        blocks,
+        runner,
+        prefix_caching(args, limits),
+        StateIdentity("toy", "toy", "exact", limits.tokens_per_block, state_layout(declared)),
+    )
 
 
 def use_toy(*, chunk: int = 8, model: StepModel = TOY) -> AbstractContextManager[Any]:

@@ -1,0 +1,74 @@
+"""A plan of the scheduler to the device, in the order in which the device is to run it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.request import forced_tokens, prefill_columns, sampling_columns
+from deepinfer_jax.runtime.runner import InFlight, Runner
+from deepinfer_jax.runtime.state_programs import PendingBytes
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that was launched and is not booked yet.
+
+    Attributes:
+        step: as it was planned.
+        result: what it will give.
+        states: the states that it leaves in the slots of `step.captures`, in their order; None if there are none.
+    """
+
+    step: PrefillStep | DecodeStep
+    result: InFlight
+    states: PendingBytes | None
+
+    def captured(self) -> list[npt.NDArray[np.uint8]]:
+        """The states, each uint8 [bytes of a slot] of its own; waits for them."""
+        return [] if self.states is None else [state.copy() for state in self.states.result()]
+
+
+def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, poison: bool) -> list[Launched]:
+    """Launches a plan: what others left behind is poisoned, earlier state comes back, then the prefill step, then the
+    decode step; a snapshot is read before the next step can touch its slot."""
+    if poison:
+        runner.poison(plan.discarded_blocks, plan.discarded_slots)
+    if plan.restores:
+        _restore(runner, plan.restores, limits.tokens_per_block)
+    launched = []
+    if plan.prefill is not None:
+        result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens))
+        launched.append(Launched(plan.prefill, result, _capture(runner, plan.prefill)))
+    if plan.decode is not None:
+        params = [sequence.request.params for sequence in plan.decode.sequences]
+        forced = forced_tokens(plan.decode) if any(p.golden_token_ids for p in params) else None
+        result = runner.decode(plan.decode, forced, any(p.top_logprobs for p in params))
+        launched.append(Launched(plan.decode, result, _capture(runner, plan.decode)))
+    return launched
+
+
+def _restore(runner: Runner, restores: tuple[Restore, ...], tokens_per_block: int) -> None:
+    sequences = [restore.sequence for restore in restores]
+    for sequence, restore in zip(sequences, restores, strict=True):
+        if restore.blocks is not None:
+            held = sequence.block_table[: blocks_for(restore.num_tokens, tokens_per_block)]
+            runner.write_blocks(sequence.data_index, held, restore.blocks)
+    runner.restore(
+        data_index=np.asarray([sequence.data_index for sequence in sequences], np.int32),
+        slots=np.asarray([sequence.state_id for sequence in sequences], np.int32),
+        lengths=np.asarray([restore.num_tokens for restore in restores], np.int32),
+        last_tokens=np.asarray([sequence.last_token_id for sequence in sequences], np.int32),
+        block_tables=[sequence.block_table for sequence in sequences],
+        sampling=sampling_columns(sequences),
+        states=np.stack([restore.state for restore in restores]),
+    )
+
+
+def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:
+    if not step.captures:
+        return None
+    rows = np.asarray(step.captures)
+    return runner.read_slots(step.data_index[rows], step.slots[rows])

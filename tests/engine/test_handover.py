@@ -1,0 +1,263 @@
+"""A prompt computed by one engine is continued by another, token for token, in memory and through a file."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from real_model import long_golden_a
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from deepinfer_jax import EngineArgs, EngineType, LLMEngine, RequestOutput, SamplingParams, SequenceState
+from deepinfer_jax.checkpoint.tiny import make_tiny
+from deepinfer_jax.engine.environ import env
+
+SIZES = {
+    "precision": "float32_exact",
+    "max_num_seqs": 4,
+    "max_model_len": 160,
+    "tokens_per_block": 16,
+    "stop_preempted_request": False,
+}
+TEXT = np.random.default_rng(9).integers(3, 192, 160).tolist()
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=8, ignore_eos=True)
+both = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEPINFER_POISON_FREED_STATE", "1")
+        env.rearm()
+        yield
+    env.rearm()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+
+
+def engine(folder: Path, engine_type: EngineType, **options: Any) -> LLMEngine:
+    return LLMEngine(EngineArgs(model=folder, engine_type=engine_type, **SIZES | options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine, LLMEngine]]:
+    """NORMAL, PROMPT, COMPLETION."""
+    made = tuple(engine(folder, kind) for kind in (EngineType.NORMAL, EngineType.PROMPT, EngineType.COMPLETION))
+    yield made  # type: ignore[misc]
+    for one in made:
+        one.close()
+
+
+def run(llm_engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    results: dict[str, list[RequestOutput]] = {}
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            results.setdefault(output.request_id, []).append(output)
+    return results
+
+
+def is_idle(llm_engine: LLMEngine) -> bool:
+    stats = llm_engine.stats()
+    return stats["free_blocks"] == stats["total_blocks"] and stats["free_slots"] == stats["total_slots"]
+
+
+def unsplit(normal: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    for i, prompt in enumerate(prompts):
+        normal.add_request("user", str(i), params, prompt)
+    results = run(normal)
+    return [[output.token_id for output in results[str(i)]] for i in range(len(prompts))]
+
+
+def split(
+    prompt_engine: LLMEngine,
+    completion_engine: LLMEngine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    carry: Callable[[SequenceState], SequenceState] = lambda state: state,
+) -> list[list[int]]:
+    for i, prompt in enumerate(prompts):
+        prompt_engine.add_request("user", str(i), params, prompt)
+    first = run(prompt_engine)
+    assert sorted(first) == sorted(prompt_engine.computed_requests())
+    for name in prompt_engine.computed_requests():
+        assert [output.finished for output in first[name]] == [False]
+        completion_engine.import_sequence(carry(prompt_engine.export_sequence(name)))
+    assert is_idle(prompt_engine)
+    rest = run(completion_engine)
+    assert is_idle(completion_engine)
+    for name in first:
+        assert [output.num_output_tokens for output in first[name] + rest[name]] == list(
+            range(1, params.max_tokens + 1)
+        )
+    return [[output.token_id for output in first[str(i)] + rest[str(i)]] for i in range(len(prompts))]
+
+
+@both
+def test_split_gives_the_tokens_of_one_engine_at_every_prompt_length(
+    engines: tuple[LLMEngine, LLMEngine, LLMEngine], params: SamplingParams
+) -> None:
+    prompts = [TEXT[:length] for length in range(1, 41)]
+    normal, prompt_engine, completion_engine = engines
+    expected = unsplit(normal, prompts, params)
+    found = []
+    for start in range(0, 40, 4):  # a PROMPT engine holds what it computed: four slots
+        found += split(prompt_engine, completion_engine, prompts[start : start + 4], params)
+    assert found == expected
+
+
+@both
+def test_split_through_a_file_gives_the_tokens_of_one_engine(
+    engines: tuple[LLMEngine, LLMEngine, LLMEngine], tmp_path: Path, params: SamplingParams
+) -> None:
+    def through_a_file(state: SequenceState) -> SequenceState:
+        path = tmp_path / "sequence.safetensors"
+        state.save(path)
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
+        return SequenceState.load(path)
+
+    normal, prompt_engine, completion_engine = engines
+    prompts = [TEXT[:length] for length in (1, 16, 17, 143)]
+    expected = unsplit(normal, prompts, params)
+    assert split(prompt_engine, completion_engine, prompts, params, through_a_file) == expected
+
+
+def test_more_sequences_than_slots_and_blocks_are_imported_and_preempted(folder: Path) -> None:
+    """They wait for a place in order of arrival; one that loses its place is computed again."""
+    prompt_engine = engine(folder, EngineType.PROMPT, max_num_seqs=10)
+    completion_engine = engine(folder, EngineType.COMPLETION, num_kv_blocks=10)
+    normal = engine(folder, EngineType.NORMAL)
+    params = SamplingParams(temperature=0.9, seq_seed=7, max_tokens=60, ignore_eos=True)
+    prompts = [TEXT[i : i + 25 + i] for i in range(10)]
+    assert split(prompt_engine, completion_engine, prompts, params) == unsplit(normal, prompts, params)
+    assert completion_engine.stats()["num_preemptions"] > 0
+    for one in (prompt_engine, completion_engine, normal):
+        one.close()
+
+
+def test_what_ends_with_its_first_token_is_not_handed_over(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
+    _, prompt_engine, _ = engines
+    prompt_engine.add_request("user", "short", SamplingParams(max_tokens=1), TEXT[:5])
+    (output,) = run(prompt_engine)["short"]
+    assert (output.finished, output.finish_reason) == (True, "length")
+    assert prompt_engine.computed_requests() == []
+    with pytest.raises(ValueError, match="short is not a computed prompt"):
+        prompt_engine.export_sequence("short")
+    assert is_idle(prompt_engine)
+
+
+def test_a_computed_prompt_can_be_aborted(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
+    _, prompt_engine, _ = engines
+    prompt_engine.add_request("user", "gone", GREEDY, TEXT[:20])
+    run(prompt_engine)
+    assert prompt_engine.abort_request("gone") == (1, 21)
+    (output,) = run(prompt_engine)["gone"]
+    assert output.finish_reason == "abort"
+    assert is_idle(prompt_engine) and prompt_engine.computed_requests() == []
+
+
+def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
+    normal, prompt_engine, completion_engine = engines
+    prompt_engine.add_request("user", "a", GREEDY, TEXT[:20])
+    run(prompt_engine)
+    with pytest.raises(ValueError, match=r"NORMAL engine hands nothing over; .*PROMPT"):
+        normal.export_sequence("a")
+    with pytest.raises(ValueError, match=r"COMPLETION engine .* import_sequence"):
+        completion_engine.add_request("user", "b", GREEDY, TEXT[:20])
+    state = prompt_engine.export_sequence("a")
+    for wrong in (normal, prompt_engine):
+        with pytest.raises(ValueError, match="COMPLETION"):
+            wrong.import_sequence(state)
+    completion_engine.import_sequence(state)
+    with pytest.raises(ValueError, match="request a is unfinished"):
+        completion_engine.import_sequence(state)
+    run(completion_engine)
+
+
+class TestRefusals:
+    """Each says why, and loads nothing."""
+
+    @pytest.fixture
+    def file(self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], tmp_path: Path) -> Path:
+        engines[1].add_request("user", "a", GREEDY, TEXT[:40])
+        run(engines[1])
+        path = tmp_path / "a.safetensors"
+        engines[1].export_sequence("a").save(path)
+        return path
+
+    def test_a_file_cut_anywhere(self, file: Path) -> None:
+        contents = file.read_bytes()
+        for length in [0, 1, 7, 8, 9, 100, len(contents) // 2, len(contents) - 1]:
+            file.write_bytes(contents[:length])
+            with pytest.raises(ValueError, match=r"a\.safetensors: not a complete file"):
+                SequenceState.load(file)
+
+    def test_a_file_with_any_byte_changed(self, file: Path) -> None:
+        contents = file.read_bytes()
+        header = 8 + int.from_bytes(contents[:8], "little")
+        with safe_open(file, "numpy") as reader:
+            described = reader.metadata()["deepinfer_jax_sequence"]
+        seed = contents.index(json.dumps(described).encode()[1:30]) + described.index('"seed"')
+        for place in [header, (header + len(contents)) // 2, len(contents) - 1, seed + 12]:
+            changed = bytearray(contents)
+            changed[place] ^= 1
+            file.write_bytes(bytes(changed))
+            with pytest.raises(ValueError, match=r"a\.safetensors: (the file is damaged|not a complete file)"):
+                SequenceState.load(file)
+
+    def test_another_kind_of_file(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            SequenceState.load(tmp_path / "missing")
+        (tmp_path / "text").write_text("This is no such file. " * 20)
+        with pytest.raises(ValueError, match="text: not a complete file"):
+            SequenceState.load(tmp_path / "text")
+        save_file({"x": np.zeros(3)}, tmp_path / "weights.safetensors")
+        with pytest.raises(ValueError, match=r"weights\.safetensors: a safetensors file, but not of a sequence"):
+            SequenceState.load(tmp_path / "weights.safetensors")
+
+    def test_another_version(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("deepinfer_jax.engine.handover.FORMAT_VERSION", 2)
+        with pytest.raises(ValueError, match="written in version 1 of the format, this engine reads 2"):
+            SequenceState.load(file)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"precision": "float32"}, "precision float32_exact, this engine computes in float32"),
+            ({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32"),
+        ],
+    )
+    def test_another_engine(self, file: Path, folder: Path, options: dict[str, Any], reason: str) -> None:
+        self._refused(engine(folder, EngineType.COMPLETION, **options), file, reason)
+
+    def test_another_cache_format(self, folder: Path, tmp_path: Path) -> None:
+        path = tmp_path / "a.safetensors"
+        packed = engine(folder, EngineType.PROMPT, precision="float32")
+        packed.add_request("user", "a", GREEDY, TEXT[:40])
+        run(packed)
+        packed.export_sequence("a").save(path)
+        packed.close()
+        unpacked = engine(folder, EngineType.COMPLETION, precision="float32", kv_cache_format="unpacked")
+        self._refused(unpacked, path, "another layout of the cache: it holds entries.0.codes")
+
+    def test_other_weights_and_another_configuration(self, file: Path, folder: Path, tmp_path: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        make_tiny(tmp_path / "weights", folder / "config.json", seed=1)
+        self._refused(engine(tmp_path / "weights", EngineType.COMPLETION), file, "other weights")
+        config["text_config"]["routed_scaling_factor"] = 2.0
+        changed = long_golden_a(tmp_path / "config")
+        (changed / "config.json").write_text(json.dumps(config))
+        self._refused(engine(changed, EngineType.COMPLETION), file, "another model configuration")
+
+    def _refused(self, other: LLMEngine, file: Path, reason: str) -> None:
+        before = other.stats()
+        with pytest.raises(ValueError, match=reason):
+            other.import_sequence(SequenceState.load(file))
+        assert other.stats() == before and not other.has_unfinished_requests()
+        other.close()
