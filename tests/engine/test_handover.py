@@ -128,6 +128,7 @@ def test_split_through_a_file_gives_the_tokens_of_one_engine(
     assert split(prompt_engine, completion_engine, prompts, params, through_a_file) == expected
 
 
+@pytest.mark.slow
 def test_more_sequences_than_slots_and_blocks_are_imported_and_preempted(folder: Path) -> None:
     """They wait for a place in order of arrival; one that loses its place is computed again."""
     prompt_engine = engine(folder, EngineType.PROMPT, max_num_seqs=10)
@@ -230,12 +231,13 @@ class TestRefusals:
         ("options", "reason"),
         [
             ({"precision": "float32"}, "precision float32_exact, this engine computes in float32"),
-            ({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32"),
+            pytest.param({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32", marks=pytest.mark.slow),
         ],
     )
     def test_another_engine(self, file: Path, folder: Path, options: dict[str, Any], reason: str) -> None:
         self._refused(engine(folder, EngineType.COMPLETION, **options), file, reason)
 
+    @pytest.mark.slow
     def test_another_cache_format(self, folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         packed = engine(folder, EngineType.PROMPT, precision="float32")
@@ -246,6 +248,7 @@ class TestRefusals:
         unpacked = engine(folder, EngineType.COMPLETION, precision="float32", kv_cache_format="unpacked")
         self._refused(unpacked, path, "another layout of the cache: it holds entries.0.codes")
 
+    @pytest.mark.slow
     def test_other_weights_and_another_configuration(self, file: Path, folder: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         make_tiny(tmp_path / "weights", folder / "config.json", seed=1)

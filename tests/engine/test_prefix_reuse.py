@@ -18,7 +18,10 @@ RNG = np.random.default_rng(4)
 TEXT = RNG.integers(3, 192, 600).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=6, ignore_eos=True)
-both = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+# Engines with other pools compile their own programs, which takes seconds: of those, sampling is slow.
+both = pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +72,7 @@ def parted(length: int) -> list[int]:
     return [*TEXT[:length], other(TEXT[length]), *TEXT[40:60]]
 
 
-@both
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shared", [0, 1, 127, 128, 129, 512, 513])
 def test_a_hit_gives_the_tokens_of_a_cold_run(llm: LLM, cold: LLM, shared: int, params: SamplingParams) -> None:
     ask(llm, [TEXT], params)
@@ -179,6 +182,7 @@ def test_preempted_requests_find_their_own_state_again(folder: Path, cold: LLM, 
     llm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["reference", "bf16"])
 def test_with_batch_invariance_a_hit_equals_a_cold_run_in_every_precision(
     folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
