@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.engine_thread import EngineThread, OutputStream
 from deepinfer_jax.engine.outputs import RequestOutput
@@ -46,7 +46,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine(cls, llm_engine: LLMEngine) -> Self:
-        """Takes an engine over. Raises ValueError if it has unfinished requests."""
+        """Takes an engine over. Raises ValueError if it has unfinished requests, or does not run whole ones."""
         if llm_engine.has_unfinished_requests():
             raise ValueError("the engine has unfinished requests of add_request(); step() or abort them first")
         engine = cls.__new__(cls)
@@ -54,6 +54,10 @@ class AsyncLLMEngine:
         return engine
 
     def _own(self, llm_engine: LLMEngine) -> None:
+        if llm_engine.args.engine_type is not EngineType.NORMAL:
+            raise ValueError(
+                f"AsyncLLMEngine runs whole requests; a {llm_engine.args.engine_type.name} engine is stepped by its owner"
+            )
         self.llm_engine = llm_engine
         self._thread = EngineThread(llm_engine)
         weakref.finalize(self, self._thread.stop).atexit = False  # the thread sees to the end of the interpreter

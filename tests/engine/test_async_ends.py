@@ -16,7 +16,7 @@ import pytest
 from async_toy import LONG, Gate, greedy, read, run_on, settle
 from toy import greedy_twin, make_table, tokens, toy_engine
 
-from deepinfer_jax import AsyncLLMEngine
+from deepinfer_jax import LLM, AsyncLLMEngine, EngineType
 from deepinfer_jax.engine.engine import LLMEngine
 
 TABLE = make_table()
@@ -220,3 +220,12 @@ def test_an_interpreter_ends_though_nobody_closed_the_engine() -> None:
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout) == (0, f"{greedy_twin(TABLE, [5, 6], 1)[0]}\n"), done.stderr
+
+
+@pytest.mark.parametrize("engine_type", [EngineType.PROMPT, EngineType.COMPLETION])
+def test_an_engine_of_half_requests_is_refused(toy_model: None, engine_type: EngineType) -> None:
+    half = toy_engine(engine_type=engine_type)
+    with pytest.raises(ValueError, match=f"a {engine_type.name} engine is stepped by its owner"):
+        AsyncLLMEngine.from_engine(half)
+    with pytest.raises(ValueError, match=f"a {engine_type.name} engine is an LLMEngine of its own"):
+        LLM("toy", engine_type=engine_type)
