@@ -54,10 +54,9 @@ class AsyncLLMEngine:
         return engine
 
     def _own(self, llm_engine: LLMEngine) -> None:
-        if llm_engine.args.engine_type is not EngineType.NORMAL:
-            raise ValueError(
-                f"AsyncLLMEngine runs whole requests; a {llm_engine.args.engine_type.name} engine is stepped by its owner"
-            )
+        kind = llm_engine.args.engine_type
+        if kind is not EngineType.NORMAL:
+            raise ValueError(f"AsyncLLMEngine runs whole requests; a {kind.name} engine is stepped by its owner")
         self.llm_engine = llm_engine
         self._thread = EngineThread(llm_engine)
         weakref.finalize(self, self._thread.stop).atexit = False  # the thread sees to the end of the interpreter

@@ -73,7 +73,7 @@ async def settle(engine: AsyncLLMEngine) -> None:
     stats = await engine.stats()
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     assert (stats["free_blocks"], stats["free_slots"]) == (stats["total_blocks"], stats["total_slots"])
-    assert not engine.llm_engine._planned and not engine.llm_engine._in_flight
+    assert not engine.llm_engine._launched
     engine.llm_engine._scheduler.check_idle()
 
 
