@@ -114,6 +114,8 @@ class StepPlan:
         restores: of sequences that start in this plan.
         discarded_blocks, discarded_slots: by data index, what has lost its meaning since the last plan, this one's
             own start included. Whoever overwrites it, to see that nobody reads it, does so before the restores.
+        discarded_snapshots: states that were kept for restores and are given up since the last plan, as far as someone
+            still holds them; none of this plan's restores has one. Those of earlier plans may: they are launched first.
     """
 
     prefill: PrefillStep | None
@@ -122,6 +124,7 @@ class StepPlan:
     restores: tuple[Restore, ...] = ()
     discarded_blocks: tuple[tuple[int, ...], ...] = ()
     discarded_slots: tuple[tuple[int, ...], ...] = ()
+    discarded_snapshots: tuple[Any, ...] = ()
 
     @property
     def empty(self) -> bool:

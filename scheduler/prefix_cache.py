@@ -31,7 +31,11 @@ class PrefixCache:
 
     A sequence can go on from a position if its blocks up to there are in the pool of its data index and the slot
     state of that very position, a *snapshot*, is in host memory. Positions are multiples of tokens_per_block. Both
-    get their names when the step that wrote them is booked, never before, and lose them if the sequence fails.
+    get their names when the step that wrote them is booked, never before.
+
+    A sequence that fails takes the names of all that it has left and of all that it may have read, whoever wrote it:
+    what is not finite may have lain there, unread, since a sequence that ended well. So the next one alike is computed
+    from its first token, and heals the cache.
 
     Arguments:
         tokens_per_block: tokens that a block holds.
@@ -107,7 +111,7 @@ class PrefixCache:
 
         Arguments:
             step: its dropped rows leave nothing.
-            finite: by row; a sequence that fails has all forgotten that it has named.
+            finite: by row; of a sequence that fails, and of what it was computed from, all is forgotten.
             states: the state of each of the step's captures.
             pools: the block pools by data index.
         """
@@ -124,8 +128,7 @@ class PrefixCache:
             sequence = step.sequences[row]
             if finite[row] and sequence not in step.dropped:
                 key = self._key_at(sequence, ends[row] if ends else len(sequence) - 1)
-                if self.snapshots.store(key, state):
-                    sequence.snapshot_keys.append(key)
+                self.snapshots.store(key, state)
 
     def _rows_to_book(self, step: PrefillStep | DecodeStep, finite: list[bool]) -> list[int]:
         dropped = step.dropped
@@ -147,9 +150,11 @@ class PrefixCache:
             sequence.num_published = index + 1
 
     def _forget(self, sequence: Sequence, pools: Series[BlockManager]) -> None:
-        for data_index, block, key in sequence.published:
+        for block, key in zip(sequence.block_table, sequence.block_keys, strict=False):
+            pools[sequence.data_index].forget(block, key)
+        for data_index, block, key in sequence.published:  # in its table, or left behind when it was preempted
             pools[data_index].forget(block, key)
-        for key in sequence.snapshot_keys:
+        for key in sequence.block_keys:
             self.snapshots.forget(key)
 
     def _key_at(self, sequence: Sequence, num_tokens: int) -> bytes:

@@ -228,6 +228,7 @@ class Scheduler:
             restores,
             discarded_blocks=tuple(pool.take_discarded() for pool in self._holders.blocks),
             discarded_slots=tuple(pool.take_discarded() for pool in self._holders.slots),
+            discarded_snapshots=self._prefix.snapshots.take_discarded(),
         )
 
     def update(

@@ -108,7 +108,6 @@ class Sequence:
         block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
         num_published: so many blocks of its table have been named, by it or by others.
         published: (data index, block, key) of each block that it has named.
-        snapshot_keys: those of the snapshots that were taken of it.
     """
 
     seq_id: int
@@ -140,7 +139,6 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     published: list[tuple[int, int, bytes]] = field(default_factory=list)
-    snapshot_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.

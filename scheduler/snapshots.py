@@ -1,5 +1,6 @@
 """Slot states in host memory, for sequences that begin with the same tokens."""
 
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -20,7 +21,9 @@ class SnapshotStore:
             raise ValueError(f"the budget of snapshots must be at least 0 bytes, got {budget}")
         self.budget = budget
         self.num_hits = self.num_stored = self.num_evicted = 0
-        self.clear()
+        self.used = 0
+        self._states: OrderedDict[bytes, Any] = OrderedDict()
+        self._discarded: list[weakref.ref[Any]] = []  # weak: what is given up is no longer kept in memory
 
     def __len__(self) -> int:
         return len(self._states)
@@ -45,8 +48,7 @@ class SnapshotStore:
         if state.nbytes > self.budget:
             return False
         while self.used + state.nbytes > self.budget:
-            _, oldest = self._states.popitem(last=False)
-            self.used -= oldest.nbytes
+            self._discard(next(iter(self._states)))
             self.num_evicted += 1
         self._states[key] = state
         self.used += state.nbytes
@@ -56,9 +58,20 @@ class SnapshotStore:
     def forget(self, key: bytes) -> None:
         """Drops the state with this key, if there is one."""
         if key in self._states:
-            self.used -= self._states.pop(key).nbytes
+            self._discard(key)
 
     def clear(self) -> None:
         """Drops all states; what was counted stays."""
-        self._states: OrderedDict[bytes, Any] = OrderedDict()
+        self._discarded += map(weakref.ref, self._states.values())
+        self._states = OrderedDict()
         self.used = 0
+
+    def take_discarded(self) -> tuple[Any, ...]:
+        """The states that were given up since the last call, as far as someone still holds them, each once."""
+        discarded, self._discarded = self._discarded, []
+        return tuple(state for state in (reference() for reference in discarded) if state is not None)
+
+    def _discard(self, key: bytes) -> None:
+        state = self._states.pop(key)
+        self.used -= state.nbytes
+        self._discarded.append(weakref.ref(state))

@@ -119,7 +119,7 @@ class Environment:
         BOOLEAN, False, "a row's result has the same bits for any neighbours, batch size and chunks", "engine"
     )
     POISON_FREED_STATE = Variable(
-        BOOLEAN, False, "what is freed in the cache is overwritten with NaN, to find who reads it (debugging)", "engine"
+        BOOLEAN, False, "freed blocks, slots and snapshots become NaN, to find who reads them (debugging)", "engine"
     )
     LOGGING_INTERVAL_STEP = Variable(INTEGER, 100, "steps between log lines of statistics; 0 or less: none", "engine")
     COMPILATION_CACHE_DIR = Variable(

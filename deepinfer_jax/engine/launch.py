@@ -11,6 +11,9 @@ from deepinfer_jax.runtime.runner import InFlight, Runner
 from deepinfer_jax.runtime.state_programs import PendingBytes
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
 
+_POISON = 0xFF
+"""A byte; as many of it as a number has are NaN in every kind of float."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -36,6 +39,8 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, poison: bool
     decode step; a snapshot is read before the next step can touch its slot."""
     if poison:
         runner.poison(plan.discarded_blocks, plan.discarded_slots)
+        for snapshot in plan.discarded_snapshots:
+            snapshot.fill(_POISON)
     if plan.restores:
         _restore(runner, plan.restores, limits.tokens_per_block)
     launched = []

@@ -291,20 +291,37 @@ def test_the_state_of_a_row_that_was_dropped_is_thrown_away() -> None:
     twin.drain()
 
 
-def test_nobody_starts_from_what_a_failed_sequence_left_and_others_keep_their_own() -> None:
+def test_nobody_starts_from_what_a_failed_sequence_left_or_took_from_others() -> None:
+    """What is not finite may lie in what a sequence that ended well has left."""
     twin = reusing()
     finish(twin, text(0, [1] * 8))
-    bad = twin.add(text(1, [1] * 13, max_tokens=8))  # hits 8, and publishes the block behind
+    other = text(1, [2] * 9)
+    finish(twin, other)
+    bad = twin.add(text(2, [1] * 13, max_tokens=8))  # hits 8, and publishes the block behind
     twin.step()
-    assert twin.scheduler.snapshots.num_stored == 3
+    assert (bad.num_cached_tokens, twin.scheduler.snapshots.num_stored) == (8, 4)
     twin.launch()
     twin.land(failing={bad})
     assert bad.status == SequenceStatus.FINISHED_FAILED
-    assert bad.block_keys[1] in twin.scheduler.snapshots
-    assert bad.block_keys[2] not in twin.scheduler.snapshots
-    assert twin.launch().discarded_blocks[0] != ()
-    assert finish(twin, text(2, [1] * 13)) == [[(2, 8, 4)], [(2, 12, 1)]]
-    assert finish(twin, text(3, [1] * 13)) == [[(3, 12, 1)]]  # in the block of 2: the twin knows who wrote it
+    snapshots = twin.scheduler.snapshots
+    assert [key in snapshots for key in (*bad.block_keys, *other.block_keys)] == [False] * 3 + [False, True]
+    assert {0, 1} < set(twin.launch().discarded_blocks[0])  # those that it took, and its own
+    assert finish(twin, text(3, [1] * 13)) == [[(3, 0, 12)], [(3, 12, 1)]]
+    assert finish(twin, text(4, [1] * 13)) == [[(4, 12, 1)]]  # in the blocks of 3: the twin knows who wrote them
+    assert finish(twin, text(5, [2] * 9)) == [[(5, 8, 1)]]
+    twin.drain()
+
+
+def test_a_sequence_that_fails_while_others_share_its_beginning_takes_it_from_those_that_come_later() -> None:
+    twin = reusing()
+    finish(twin, text(0, [1] * 8))
+    bad, good = twin.add(text(1, [1] * 9, max_tokens=20)), twin.add(text(2, [1] * 9, max_tokens=20))
+    twin.step()
+    assert bad.block_table[:2] == good.block_table[:2] == [0, 1]
+    twin.launch()
+    twin.land(failing={bad})
+    assert finish(twin, text(3, [1] * 9))[0][0][1] == 0
+    assert good.block_table[:2] == [0, 1] and not good.status.finished
     twin.drain()
 
 
@@ -327,6 +344,35 @@ def test_who_shares_the_blocks_of_a_failed_sequence_does_not_publish_them_again(
 
 
 # What has lost its meaning
+
+
+def test_snapshots_that_are_given_up_are_told_by_the_next_plan_if_someone_holds_them() -> None:
+    twin = reusing(snapshot_budget=2 * SNAPSHOT, buckets=BucketTable(ONE_STEP.decode, (Bucket(4, 4, 8),)))
+    finish(twin, text(0, [1] * 9))
+    finish(twin, text(1, [2] * 4))  # drives out the one at 4
+    at_4, at_8, other = twin.device.kept
+    assert twin.launch().discarded_snapshots == (at_4,)
+    bad = twin.add(text(2, [1] * 9))
+    twin.launch()
+    twin.land(failing={bad})
+    assert twin.launch().discarded_snapshots == (at_8,)
+    twin.device.kept.clear()
+    del other
+    twin.scheduler.reset()
+    assert twin.launch().discarded_snapshots == ()
+
+
+def test_a_snapshot_that_is_given_up_after_it_was_planned_is_told_by_a_later_plan() -> None:
+    twin = reusing(snapshot_budget=SNAPSHOT, buckets=BucketTable(ONE_STEP.decode, (Bucket(1, 4, 8),)))
+    finish(twin, text(0, [1] * 4))
+    twin.add(text(1, [2] * 4))
+    assert captures(twin.launch()) == [1]
+    twin.add(text(2, [1] * 5))
+    plan = twin.launch()
+    assert restored(plan) == [(2, 4)] and plan.discarded_snapshots == ()
+    twin.land()  # what is captured of 1 takes the place of what 2 starts from
+    assert twin.launch().discarded_snapshots == (plan.restores[0].state,)
+    twin.drain(depth=2)
 
 
 def test_what_is_discarded_is_told_by_the_next_plan() -> None:

@@ -35,18 +35,27 @@ def test_what_exceeds_the_budget_alone_is_not_kept_and_drives_nobody_out() -> No
 @given(
     budget=st.integers(0, 6),
     calls=st.lists(
-        st.tuples(st.sampled_from(["store", "store", "take", "forget", "clear"]), st.integers(0, 2), st.integers(1, 3)),
+        st.tuples(
+            st.sampled_from(["store", "store", "take", "forget", "clear", "told"]), st.integers(0, 2), st.integers(1, 3)
+        ),
         max_size=50,
     ),
 )
 def test_any_calls_keep_the_order_of_use_under_the_budget(budget: int, calls: list[tuple[str, int, int]]) -> None:
     store = SnapshotStore(budget)
     kept: list[tuple[bytes, np.ndarray]] = []  # least recently used first
+    stored: list[np.ndarray] = []
+    discarded: list[np.ndarray] = []
     for call, letter, size in calls:
         key = bytes([letter])
         known = [entry for entry in kept if entry[0] == key]
         others = [entry for entry in kept if entry[0] != key]
-        if call == "clear":
+        if call == "told":
+            gone = [state for state in stored if not any(state is own for _, own in kept)]
+            told = store.take_discarded()
+            assert {*map(id, told)} == {*map(id, gone)} - {*map(id, discarded)} and len({*map(id, told)}) == len(told)
+            discarded += told
+        elif call == "clear":
             store.clear()
             kept = []
         elif call == "forget":
@@ -61,8 +70,20 @@ def test_any_calls_keep_the_order_of_use_under_the_budget(budget: int, calls: li
             if known:
                 kept = others + known
             elif size <= budget:
+                stored.append(state)
                 kept.append((key, state))
                 while sum(state.nbytes for _, state in kept) > budget:
                     kept.pop(0)
         assert list(store._states.items()) == kept
         assert store.used == sum(state.nbytes for _, state in kept) <= budget
+
+
+def test_what_is_given_up_is_not_kept_in_memory_to_be_told() -> None:
+    store = SnapshotStore(budget=10)
+    held = np.zeros(10, np.uint8)
+    store.store(b"a", held)
+    for key in (b"b", b"c"):
+        store.store(key, np.zeros(10, np.uint8))
+    (told,) = store.take_discarded()
+    assert told is held
+    assert store.take_discarded() == ()

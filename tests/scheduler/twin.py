@@ -166,11 +166,14 @@ class Twin:
             lengths = [s.output_len for s in step.sequences]
             finished = [s.status.finished for s in step.sequences]
             finite = np.asarray([s not in (failing or set()) for s in step.sequences])
+            at_hand = {s: self._at_hand(s) for s in failing or ()}
             for row, number in self.scheduler.update(step, tokens, counts, finite, states):
                 sequence = step.sequences[row]
                 assert not finished[row], "an ended sequence takes nothing"
                 assert sequence.output_token_ids[lengths[row] :] == tokens[row, :number].tolist()
                 assert number or sequence.status == SequenceStatus.FINISHED_FAILED
+                if not number:
+                    self.device.distrust(sequence, *at_hand[sequence])
                 lengths[row] += number
                 if sequence.status.finished:
                     self._count_end(sequence)
@@ -264,6 +267,12 @@ class Twin:
         waiting = [s for s in self.sequences if not s.status.finished and s.state_id < 0 and s not in self.handed_over]
         assert scheduler.num_waiting == len(waiting)
 
+    def _at_hand(self, sequence: Sequence) -> tuple[list[tuple[int, int]], list[State]]:
+        """The (data index, block) that it holds, and the snapshots of its first tokens."""
+        kept = self.scheduler.snapshots._states
+        blocks = [(sequence.data_index, block) for block in sequence.block_table]
+        return blocks, [kept[key] for key in sequence.block_keys if key in kept]
+
     def _may_decode(self, sequence: Sequence) -> bool:
         """Its prompt is computed, and its results in flight may leave something to generate."""
         if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.decodes:
@@ -316,6 +325,8 @@ class Twin:
         ]
         given += [(r.sequence.data_index, b) for r in plan.restores if r.blocks for b in r.sequence.block_table]
         assert all(references[block] == 1 for block in given) and len(set(given)) == len(given)
+        kept = self.scheduler.snapshots._states.values()
+        assert not {id(state) for state in plan.discarded_snapshots}.intersection(id(state) for state in kept)
         keys = {key for s in self.sequences for key in s.block_keys}
         for data_index, pool in enumerate(self.scheduler._holders.blocks):
             discarded = set(plan.discarded_blocks[data_index])

@@ -58,6 +58,8 @@ class Device:
         self.slots = [[Slot() for _ in range(size)] for _ in range(scheduler.data_parallel_size)]
         self.memory: dict[tuple[int, int, int], int] = {}  # (data index, block, offset) -> token
         self.writer: dict[tuple[int, int], Sequence] = {}  # (data index, block) -> who wrote to it last
+        self.kept: list[State] = []  # all that was ever captured: so what is given up is held by someone
+        self.distrusted: set[State] = set()
         self.random = random.Random(seed)
 
     def prepare(self, plan: StepPlan) -> None:
@@ -70,14 +72,23 @@ class Device:
         for data_index, slots in enumerate(plan.discarded_slots):
             for slot in slots:
                 self.slots[data_index][slot] = Slot([GARBAGE], [GARBAGE])
+        for state in plan.discarded_snapshots:
+            assert state.tokens != [GARBAGE], "told twice"
+            state.tokens[:] = [GARBAGE]
         for restore in plan.restores:
             self._restore(restore)
+
+    def distrust(self, sequence: Sequence, blocks: list[tuple[int, int]], states: list[State]) -> None:
+        """Nobody may start from what a failed sequence may have read: as if it had written that."""
+        self.writer |= dict.fromkeys(blocks, sequence)
+        self.distrusted |= {*states}
 
     def _restore(self, restore: Restore) -> None:
         sequence, count = restore.sequence, restore.num_tokens
         text = sequence.prompt_token_ids.tolist() + sequence.output_token_ids
         assert restore.state.tokens == text[:count], "the state of other tokens"
         assert restore.state.writer.status != SequenceStatus.FINISHED_FAILED, "the state of a failed sequence"
+        assert restore.state not in self.distrusted, "a state that a failed sequence may have read"
         slot = self.slots[sequence.data_index][sequence.state_id]
         slot.table = sequence.block_table[: blocks_for(count, self.tokens_per_block)]
         if restore.blocks is None:
@@ -103,6 +114,7 @@ class Device:
         run_row = self._prefill_row if isinstance(step, PrefillStep) else self._decode_row
         rows = [run_row(step, index) for index in range(len(step.sequences))]  # type: ignore[arg-type]
         states = [self._captured(step, index) for index in step.captures]
+        self.kept += states
         width = 1 if isinstance(step, PrefillStep) else self.scheduler.lookahead
         tokens = np.full((len(rows), width), GARBAGE, np.int32)
         for index, row in enumerate(rows):
