@@ -319,11 +319,11 @@ class LLMEngine:
 
         Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens (tokens
         whose state was restored instead of computed); num_snapshots, snapshot_bytes (what is kept for that in host
-        memory); free_blocks, total_blocks, free_slots, total_slots (over all
-        data indices); compile_count; num_steps; num_finished (by finish reason); prompt_tokens, generation_tokens and,
-        per second over the latest iterations, prompt_throughput, generation_throughput; queue_time_* (arrival to first
-        launch) and ttft_* (arrival to first token) in seconds, mean and max of the latest requests, sum and count of
-        all; schedule_seconds, launch_seconds, wait_seconds, process_seconds, where the time went since the start.
+        memory); free_blocks, total_blocks, free_slots, total_slots (over all data indices); compile_count; num_steps;
+        num_finished (by finish reason); prompt_tokens, generation_tokens and, per second over the latest iterations,
+        prompt_throughput, generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first
+        token) in seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
+        wait_seconds, process_seconds, where the time went since the start.
         """
         scheduler = self._scheduler
         return {

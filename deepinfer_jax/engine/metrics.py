@@ -21,6 +21,8 @@ _GAUGES = (
     ("deepinfer_kv_blocks_free", "Free blocks of the paged cache.", "free_blocks"),
     ("deepinfer_state_slots", "Slots of running sequences.", "total_slots"),
     ("deepinfer_state_slots_free", "Free slots.", "free_slots"),
+    ("deepinfer_snapshots", "Slot states kept in host memory for prompts that begin alike.", "num_snapshots"),
+    ("deepinfer_snapshot_bytes", "Host memory that they take.", "snapshot_bytes"),
     ("deepinfer_compiled_programs", "Compiled step programs; constant after start.", "compile_count"),
 )
 # prometheus_client appends _total.

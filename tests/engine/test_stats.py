@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from toy import random_prompt, run, toy_engine
+from toy import random_prompt, run, tokens, toy_engine
 
 from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.metrics import EngineCollector
@@ -105,6 +105,8 @@ def test_prometheus_reads_the_same_figures_under_conventional_names() -> None:
     engine = toy_engine(served_model_name="mine")
     for i in range(3):
         engine.add_request("u", str(i), SamplingParams(max_tokens=4, ignore_eos=True), [5, 6, 7])
+    first = tokens(run(engine)["0"])
+    engine.add_request("u", "again", SamplingParams(max_tokens=4, ignore_eos=True), [5, 6, 7, *first[:3]])
     run(engine)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
@@ -116,10 +118,14 @@ def test_prometheus_reads_the_same_figures_under_conventional_names() -> None:
             assert sample.labels.pop("model_name") == "mine"
             samples[sample.name, *sample.labels.values()] = sample.value
     stats = engine.stats()
-    assert samples["deepinfer_generation_tokens_total",] == 12
-    assert samples["deepinfer_prompt_tokens_total",] == 9
-    assert samples["deepinfer_requests_finished_total", "length"] == 3
-    assert samples["deepinfer_time_to_first_token_seconds_count",] == 3
+    assert samples["deepinfer_generation_tokens_total",] == 16
+    # The last prompt begins like the others: of the blocks of 4 tokens the first is there, with its snapshot.
+    assert samples["deepinfer_prompt_tokens_total",] == 9 + 2
+    assert samples["deepinfer_cached_tokens_total",] == 4
+    assert samples["deepinfer_snapshots",] == stats["num_snapshots"] > 0
+    assert samples["deepinfer_snapshot_bytes",] == stats["snapshot_bytes"] > 0
+    assert samples["deepinfer_requests_finished_total", "length"] == 4
+    assert samples["deepinfer_time_to_first_token_seconds_count",] == 4
     assert samples["deepinfer_time_to_first_token_seconds_sum",] == pytest.approx(stats["ttft_sum"])
     assert samples["deepinfer_num_requests_running",] == samples["deepinfer_num_requests_waiting",] == 0
     assert samples["deepinfer_kv_blocks_free",] == samples["deepinfer_kv_blocks",] == stats["total_blocks"]
