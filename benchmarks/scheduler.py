@@ -4,9 +4,11 @@
 
 A runner that packs the step's input and returns at once stands in for the device, so an engine iteration is host work
 only. The process keeps to one core. Limits: 1.0 ms without drafts, 2.5 ms with five when all six tokens of every row
-are taken.
+are taken; with prefix caching, where rows fill their blocks in turn, the same. The states that it captures are of
+STATE_BYTES: what copying real ones takes is the host's memory bandwidth, not its work.
 """
 
+import itertools
 import os
 import statistics
 import time
@@ -26,6 +28,7 @@ from deepinfer_jax.scheduler import DecodeStep, PrefillStep
 
 SEQUENCES = 256
 PROMPT = np.arange(4, 36)
+STATE_BYTES = 1024
 STEPS = 300
 PHASES = ("schedule", "launch", "process")
 LIMITS = {0: 1.0, 5: 2.5}  # milliseconds, by number of drafts
@@ -43,6 +46,16 @@ class Done:
 
     def result(self) -> StepResult:
         return self._result
+
+
+class States:
+    """The slot states of so many rows, arrived."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def result(self) -> npt.NDArray[np.uint8]:
+        return np.zeros((self._rows, STATE_BYTES), np.uint8)
 
 
 class InstantRunner:
@@ -63,6 +76,9 @@ class InstantRunner:
         pack_decode(step, 1, self._slots, forced, wants_top)
         return _result(len(step.sequences), step.bucket.time)
 
+    def read_slots(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> States:
+        return States(len(slots))
+
 
 def _result(rows: int, tokens: int) -> Done:
     return Done(
@@ -78,7 +94,7 @@ def _result(rows: int, tokens: int) -> Done:
     )
 
 
-def instant_engine(num_drafts: int) -> LLMEngine:
+def instant_engine(num_drafts: int, caching: bool) -> LLMEngine:
     """An engine that never waits for a device."""
     args = EngineArgs(model="none", max_num_seqs=SEQUENCES, disable_log_stats=True)
 
@@ -86,17 +102,19 @@ def instant_engine(num_drafts: int) -> LLMEngine:
         limits = args.limits(8192, num_drafts=num_drafts)
         buckets = step_buckets(limits, most_prefill_tokens=2048, max_programs=12)
         runner: Any = InstantRunner(limits.seqs_per_index)
-        return EngineParts(Tokenizer(), 64, 63, limits, buckets, pool_blocks(limits, None), runner)
+        return EngineParts(Tokenizer(), 300, 299, limits, buckets, pool_blocks(limits, None), runner, caching)
 
     with mock.patch("deepinfer_jax.engine.engine.load_parts", parts):
         return LLMEngine(args)
 
 
-def measure(num_drafts: int) -> tuple[float, dict[str, float]]:
-    """Median milliseconds of the processor for an iteration, and of each phase the mean by the clock."""
-    engine = instant_engine(num_drafts)
+def measure(num_drafts: int, caching: bool) -> tuple[float, float, dict[str, float]]:
+    """Median and mean milliseconds of the processor for an iteration, and of each phase the mean by the clock."""
+    engine = instant_engine(num_drafts, caching)
     for request in range(SEQUENCES):
-        engine.add_request("u", str(request), SamplingParams(max_tokens=1 << 20, ignore_eos=True), PROMPT)
+        # All texts differ, and their lengths modulo a block are spread evenly.
+        prompt = np.concatenate([[4 + request], np.resize(PROMPT, 31 + request % 128)])
+        engine.add_request("u", str(request), SamplingParams(max_tokens=1 << 20, ignore_eos=True), prompt)
     expected = SEQUENCES * (1 + num_drafts)
     while len(engine.step()) != expected:
         pass
@@ -109,19 +127,22 @@ def measure(num_drafts: int) -> tuple[float, dict[str, float]]:
         assert len(outputs) == expected
     after = engine.stats()
     split = {p: 1e3 * (after[f"{p}_seconds"] - before[f"{p}_seconds"]) / STEPS for p in PHASES}
-    return 1e3 * statistics.median(times), split
+    return 1e3 * statistics.median(times), 1e3 * statistics.mean(times), split
 
 
 def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     print(f"{SEQUENCES} sequences, {STEPS} steps, one core; milliseconds per step")
-    print(
-        f"{'drafts':>6}{'tokens/step':>13}{'median':>9}{'limit':>7}" + "".join(f"{p:>10}" for p in PHASES) + "  (mean)"
-    )
-    for num_drafts, limit in LIMITS.items():
-        median, split = measure(num_drafts)
+    titles = "".join(f"{p:>10}" for p in PHASES)
+    print(f"{'caching':>7}{'drafts':>8}{'tokens/step':>13}{'median':>9}{'limit':>7}{'mean':>9}{titles}  (mean)")
+    for caching, (num_drafts, limit) in itertools.product((False, True), LIMITS.items()):
+        median, mean, split = measure(num_drafts, caching)
         phases = "".join(f"{split[p]:10.2f}" for p in PHASES)
-        print(f"{num_drafts:6}{SEQUENCES * (1 + num_drafts):13}{median:9.2f}{limit:7.1f}{phases}", flush=True)
+        tokens = SEQUENCES * (1 + num_drafts)
+        print(
+            f"{'on' if caching else 'off':>7}{num_drafts:8}{tokens:13}{median:9.2f}{limit:7.1f}{mean:9.2f}{phases}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
