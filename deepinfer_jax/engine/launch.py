@@ -31,7 +31,7 @@ class Launched:
 
     def captured(self) -> list[npt.NDArray[np.uint8]]:
         """The states, each uint8 [bytes of a slot] of its own; waits for them."""
-        return [] if self.states is None else [state.copy() for state in self.states.result()]
+        return [] if self.states is None else self.states.rows()
 
 
 def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, poison: bool) -> list[Launched]:

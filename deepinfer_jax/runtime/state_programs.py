@@ -171,3 +171,8 @@ class PendingBytes:
             data_index, row = (axis[own] for axis in place)
             found[own] = np.asarray(array)[data_index, row]
         return found
+
+    def rows(self) -> list[npt.NDArray[np.uint8]]:
+        """The same as n arrays, uint8 [width] each in memory of its own: one that is kept keeps no other."""
+        arrays = [np.asarray(array) for array in self.arrays]
+        return [arrays[call][data_index, row].copy() for call, data_index, row in zip(*self.places, strict=True)]
