@@ -52,10 +52,10 @@ class States:
     """The slot states of so many rows, arrived."""
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        self._num_rows = rows
 
-    def result(self) -> npt.NDArray[np.uint8]:
-        return np.zeros((self._rows, STATE_BYTES), np.uint8)
+    def rows(self) -> list[npt.NDArray[np.uint8]]:
+        return [np.zeros(STATE_BYTES, np.uint8) for _ in range(self._num_rows)]
 
 
 class InstantRunner:

@@ -2,11 +2,12 @@
 
     python benchmarks/state_transfer.py          # about a minute on 2 cores; needs a checkout
 
-Bandwidths are given beside that of a plain copy of the same bytes in host memory, latencies beside the time in which
-the moved prompt was computed.
+Bandwidths, also at the released model's sizes, are given beside that of a plain copy in host memory; latencies beside
+the time in which the moved prompt was computed.
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -16,10 +17,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from throughput import model_folder
+from throughput import REPOSITORY, model_folder
 
-from deepinfer_jax import EngineArgs, EngineType, LLMEngine
-from deepinfer_jax.engine.handover import SequenceState
+from deepinfer_jax import EngineArgs, EngineType, LLMEngine, ModelConfig, SequenceState
+from deepinfer_jax.config import Precision, parse_config
+from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.scheduler import BucketTable
+from deepinfer_jax.state import CacheShape
 
 REPEATS = 5
 PARAMS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -56,7 +62,7 @@ def imported(engine: LLMEngine, state: SequenceState) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mid", choices=["A", "mid"])
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=1000)
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
     sizes: dict[str, Any] = {"precision": "float32", "max_num_seqs": 4, "max_model_len": arguments.tokens + 8}
@@ -79,28 +85,42 @@ def main() -> None:
         for name, seconds in rows.items():
             median = statistics.median(seconds)
             print(f"{name:22}{median * 1e3:9.2f} ms{median / compute:8.4f} of the prompt's computation", flush=True)
-        snapshots(completions, state)
+        for engine in (prompts, completions):
+            engine.close()
+    snapshots("mid", configuration("benchmarks/mid.json"), "float32")
+    snapshots("the released model", configuration("tests/configs/released.json"), "reference")
 
 
-def snapshots(engine: LLMEngine, state: SequenceState) -> None:
-    """Prints bandwidths of reading a slot to the host and of writing it back."""
-    runner, zero = engine._runner, np.zeros(1, np.int32)  # below the public interface: what a hit does
+def configuration(path: str) -> ModelConfig:
+    """A configuration of the repository."""
+    return parse_config(json.loads((REPOSITORY / path).read_text()))
+
+
+def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
+    """Prints bandwidths of reading a slot to the host and of writing it back, on pools without a model."""
+    model = TextModel(config, precision, KernelChoice())
+    shape = CacheShape(data=1, slots=4, blocks=4, tokens_per_block=128)
+    # No step is run: moves ask for no parameters.
+    runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, kinds=(), moves_slots=True)
+    runner.warm_up()
+    zero = np.zeros(1, np.int32)
     sampling = {"temperature": 1, "top_p": 1, "top_k": -1, "greedy": 1, "seed_low": 0, "seed_high": 0}
-    columns = {name: np.asarray([value]) for name, value in sampling.items()}
+    columns = {column: np.asarray([value]) for column, value in sampling.items()}
+    state = np.zeros((1, runner.slot_bytes), np.uint8)
 
     def write() -> None:
-        runner.restore(zero, zero, zero, zero, [[0]], columns, state.slot[None])
+        runner.restore(zero, zero, zero + 4096, zero, [[0]], columns, state)
         jax.block_until_ready(runner._state)
 
     works: dict[str, Callable[[], Any]] = {
-        "copy in host memory": state.slot.copy,
-        "snapshot": lambda: runner.read_slots(zero, zero).result(),
+        "copy in host memory": state.copy,
         "restore": write,
+        "snapshot": lambda: runner.read_slots(zero, zero).rows(),
     }
-    print(f"a slot has {state.slot.nbytes / 1e3:.1f} kB")
-    for name, work in works.items():
+    print(f"a slot of {name} has {state.nbytes / 1e6:.3f} MB")
+    for work_name, work in works.items():
         seconds = statistics.median(timed(work)[0] for _ in range(50))
-        print(f"{name:22}{seconds * 1e3:9.3f} ms{state.slot.nbytes / seconds / 1e9:8.2f} GB/s", flush=True)
+        print(f"{work_name:22}{seconds * 1e3:9.3f} ms{state.nbytes / seconds / 1e9:8.2f} GB/s", flush=True)
 
 
 if __name__ == "__main__":
