@@ -1,5 +1,5 @@
-"""The engine on the real model gives the tokens of `forward` alone, however it is run. Exact tokens in
-"float32_exact", where no rounding can flip one (design.md §5)."""
+"""The engine on the real model gives the tokens of `forward` alone, however it is run, with everything that is freed
+overwritten by NaN. Exact tokens in "float32_exact", where no rounding can flip one (design.md §5)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.kernels.choice import KernelChoice
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 PRECISION = "float32_exact"
 # Pools of 11 blocks: one sequence of max_model_len takes 10, so several of these lengths do not fit together.
 SMALL = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "num_kv_blocks": 11}
@@ -27,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small_engine(folder: Path) -> Iterator[LLM]:
     llm = LLM(folder, precision=PRECISION, decode_sequence=False, **SMALL)
+    assert "poison" in llm.llm_engine._runner._moves
     yield llm
     llm.close()
 

@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 from deepinfer_jax import EngineArgs, EngineType, LLMEngine, RequestOutput, SamplingParams, SequenceState
 from deepinfer_jax.checkpoint.tiny import make_tiny
-from deepinfer_jax.engine.environ import env
 
 SIZES = {
     "precision": "float32_exact",
@@ -25,16 +24,8 @@ SIZES = {
 TEXT = np.random.default_rng(9).integers(3, 192, 160).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=8, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("poisoned")
 both = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEEPINFER_POISON_FREED_STATE", "1")
-        env.rearm()
-        yield
-    env.rearm()
 
 
 @pytest.fixture(scope="module")

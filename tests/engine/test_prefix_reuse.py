@@ -18,19 +18,11 @@ RNG = np.random.default_rng(4)
 TEXT = RNG.integers(3, 192, 600).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=6, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("poisoned")
 # Engines with other pools compile their own programs, which takes seconds: of those, sampling is slow.
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow)]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEEPINFER_POISON_FREED_STATE", "1")
-        env.rearm()
-        yield
-    env.rearm()
 
 
 @pytest.fixture(scope="module")
