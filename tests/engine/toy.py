@@ -65,8 +65,9 @@ def make_table(seed: int = 0) -> np.ndarray:
 @dataclass(frozen=True)
 class ToyModel:
     """A `StepModel`. A block holds tokens; a slot holds the hash of the whole history, and where it is not that of the
-    tokens in the blocks, the logits are those of another history."""
+    tokens in the blocks, the logits are those of another history, or NaN if it is `strict`."""
 
+    strict: bool = False
     batch_invariant = False
 
     def state(self, tokens_per_block: int) -> dict[str, StateSpec]:
@@ -81,7 +82,7 @@ class ToyModel:
         read = at_new_tokens(fold(next_state, jnp.zeros(len(history), jnp.int32), history), batch)
         new = batch.tokens.reshape(read.shape)
         kept = fold(next_state, rows_before(cache["hashes"], batch, 1)[:, 0], new)
-        hidden = jnp.where(read == kept, read, (read + kept + 1) % NUM_STATES)
+        hidden = jnp.where(read == kept, read, NUM_STATES if self.strict else (read + kept + 1) % NUM_STATES)
         cache = {"tokens": tokens, "hashes": write_rows(cache["hashes"], batch, kept)}
         return Advanced(hidden[..., None].astype(jnp.float32), batch.lengths.reshape(-1), cache)
 
