@@ -23,7 +23,7 @@ TEXT = random_prompt(28)
 
 def engine(**options: Any) -> LLMEngine:
     """Of one size, so that its programs are compiled once; too few blocks for six sequences of 30 tokens."""
-    return toy_engine(model=DummyKindModel(), stop_preempted_request=False, num_kv_blocks=32, **options)
+    return toy_engine(model=DummyKindModel(), stop_preempted_request=False, num_kv_blocks=28, **options)
 
 
 def ask(llm_engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 8) -> list[int]:
