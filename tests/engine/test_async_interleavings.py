@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import cache
 
+import pytest
 from async_toy import Gate, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,20 +14,31 @@ from deepinfer_jax.engine.async_engine import AsyncLLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 MOST_TOKENS = 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a reader wants, and when it leaves: after so many outputs (None: never), in which way."""
+    """What a reader wants, and when it leaves: after so many outputs (None: never), in which way.
+
+    Its prompt has the first `shared` tokens of all others that have as many, and `own` of its own kind.
+    """
 
     name: str | None
-    length: int
+    shared: int
+    own: int
+    kind: int
     max_tokens: int
     as_text: bool
     reads: int | None
     by_aclose: bool
     pauses: int
+
+    @property
+    def prompt(self) -> list[int]:
+        return random_prompt(self.shared) + random_prompt(self.own, seed=1 + self.kind)
 
 
 @dataclass
@@ -39,7 +51,7 @@ class Reader:
 
     async def run(self, engine: AsyncLLMEngine) -> None:
         plan = self.plan
-        ids = random_prompt(plan.length)
+        ids = plan.prompt
         prompt = "".join(chr(48 + token) for token in ids) if plan.as_text else ids
         params = SamplingParams(temperature=0, max_tokens=plan.max_tokens, ignore_eos=True)
         outputs = engine.generate(prompt, params, plan.name)
@@ -63,16 +75,18 @@ class Reader:
 
 
 @cache
-def twin(length: int) -> list[int]:
-    return greedy_twin(make_table(), random_prompt(length), MOST_TOKENS)
+def twin(prompt: tuple[int, ...]) -> list[int]:
+    return greedy_twin(make_table(), list(prompt), MOST_TOKENS)
 
 
 def check(reader: Reader, aborted: set[str | None], broke: bool) -> None:
     outputs = reader.outputs
     answer = [output.token_id for output in outputs if not output.message]
-    assert answer == twin(reader.plan.length)[: len(answer)]
+    assert answer == twin(tuple(reader.plan.prompt))[: len(answer)]
     assert [output.num_output_tokens for output in outputs] == list(range(1, len(outputs) + 1))
     assert not any(output.finished for output in outputs[:-1])
+    for output in outputs[:1]:
+        assert output.num_cached_tokens % 4 == 0 and output.num_cached_tokens < len(reader.plan.prompt)
     if reader.end == "read":
         assert outputs[-1].finished
         if outputs[-1].finish_reason == "abort":
@@ -85,7 +99,9 @@ names = st.sampled_from(["a", "b", "c"])
 plans = st.builds(
     Plan,
     name=st.one_of(st.none(), names),
-    length=st.integers(1, 20),
+    shared=st.integers(0, 14),
+    own=st.integers(1, 6),
+    kind=st.integers(0, 2),
     max_tokens=st.sampled_from([MOST_TOKENS, 3, 1]),
     as_text=st.booleans(),
     reads=st.one_of(st.none(), st.integers(1, 4)),
@@ -105,13 +121,19 @@ actions = st.one_of(
 )
 
 
+def test_whatever_readers_do_the_engine_is_whole_afterwards() -> None:
+    num_cached: list[int] = []
+    interleave(num_cached)
+    assert sum(num > 0 for num in num_cached) > 10  # beginnings of earlier readers were reused
+
+
 @settings(max_examples=150)
 @given(
     st.lists(actions, min_size=2, max_size=40), st.booleans(), st.sampled_from(["all leave", "all read on", "closed"])
 )
-def test_whatever_readers_do_the_engine_is_whole_afterwards(
-    script: list[tuple[str, object]], overlap: bool, ending: str
-) -> None:
+def interleave(num_cached: list[int], script: list[tuple[str, object]], overlap: bool, ending: str) -> None:
+    """One script on an engine of its own; appends to num_cached what each reader's first output says."""
+
     async def main() -> None:
         llm_engine = toy_engine(num_kv_blocks=12, stop_preempted_request=False, overlap=overlap)
         gate = Gate(llm_engine)
@@ -160,6 +182,7 @@ def test_whatever_readers_do_the_engine_is_whole_afterwards(
             for reader in readers:
                 assert ending == "closed" or reader.end != "closed"
                 check(reader, aborted, broke)
+                num_cached.extend(output.num_cached_tokens for output in reader.outputs[:1])
             if ending != "closed":
                 await settle(engine)
             if ending == "all leave":
