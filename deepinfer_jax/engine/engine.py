@@ -15,7 +15,7 @@ import numpy.typing as npt
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.garbage import collector_paused
-from deepinfer_jax.engine.handover import SequenceState, computed_state
+from deepinfer_jax.engine.handover import SequenceState, check_state, computed_state
 from deepinfer_jax.engine.launch import Launched, launch
 from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.outputs import RequestOutput
@@ -158,7 +158,11 @@ class LLMEngine:
         )
 
     def computed_requests(self) -> list[str]:
-        """Requests of a PROMPT engine whose prompt is computed, in that order; they hold their state until exported."""
+        """Requests of a PROMPT engine whose prompt is computed, in that order.
+
+        They hold slot and blocks until they are exported or aborted, and others may wait for these: export between two
+        steps, not after the last one.
+        """
         return list(self._computed)
 
     def export_sequence(self, request_id: str) -> SequenceState:
@@ -189,8 +193,8 @@ class LLMEngine:
 
         Nothing is computed again, unless the sequence is preempted later.
 
-        Raises ValueError if the engine is not a COMPLETION engine, the request id is in use, or the state comes from
-        another model, precision or layout of the cache, with the reason.
+        Raises ValueError if the engine is not a COMPLETION engine, the request id is in use, the state comes from
+        another model, precision or layout of the cache, is not whole, or leaves nothing to generate, with the reason.
         """
         self._check_open()
         if self.args.engine_type is not EngineType.COMPLETION:
@@ -199,10 +203,13 @@ class LLMEngine:
                 "engine_type=EngineType.COMPLETION"
             )
         assert self._identity is not None
+        check_request_id(state.request_id)
         self._identity.require(state.identity, f"request {state.request_id}")
         self._check_unused(state.request_id)
         params = own_params(state.params)
         params.eos_id = self.tokenizer.eos_token_id
+        # What is wrong with one request must not reach the scheduler: a failure there ends all that run.
+        check_state(state, self._runner, self.limits, params.max_tokens)
         return self._submit(
             user_id=state.user_id,
             request_id=state.request_id,

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.args import EngineLimits
 from deepinfer_jax.params import Params
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import Sequence, blocks_for
@@ -158,6 +159,27 @@ def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, 
         blocks=blocks.result(),
         slot=slot.result()[0],
     )
+
+
+def check_state(state: SequenceState, runner: Runner, limits: EngineLimits, max_tokens: int) -> None:
+    """Raises ValueError for a state that is not whole, or from which an engine of these limits has nowhere to go."""
+    prompt_len, output_len = len(state.prompt_token_ids), len(state.output_token_ids)
+    wanted = {
+        "output_token_ids": (max(output_len, 1),),
+        "blocks": (blocks_for(prompt_len + output_len - 1, limits.tokens_per_block), runner.block_bytes),
+        "slot": (runner.slot_bytes,),
+    }
+    found = {name: getattr(state, name).shape for name in wanted}
+    if found != wanted or state.num_tokens != prompt_len + output_len - 1:
+        raise ValueError(
+            f"request {state.request_id}: the state is not whole: {prompt_len} prompt and {output_len} output tokens "
+            f"take {wanted} and num_tokens {prompt_len + output_len - 1}, but it has {found} and {state.num_tokens}"
+        )
+    if output_len >= min(max_tokens, limits.max_model_len + 1 - prompt_len):
+        raise ValueError(
+            f"request {state.request_id}: nothing is left to generate: it has {prompt_len} prompt and {output_len} "
+            f"output tokens, max_tokens is {max_tokens}, and this engine's max_model_len {limits.max_model_len}"
+        )
 
 
 _TENSORS = ("blocks", "slot", "prompt_token_ids", "output_token_ids")

@@ -1,5 +1,6 @@
 """A prompt computed by one engine is continued by another, token for token, in memory and through a file."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,6 +249,34 @@ class TestRefusals:
         changed = long_golden_a(tmp_path / "config")
         (changed / "config.json").write_text(json.dumps(config))
         self._refused(engine(changed, EngineType.COMPLETION), file, "another model configuration")
+
+    @pytest.mark.parametrize(
+        ("changed", "reason"),
+        [
+            ({"prompt_token_ids": np.zeros(160, np.int32), "num_tokens": 160}, "the state is not whole"),
+            ({"num_tokens": 39}, "num_tokens 40, but it has .* and 39"),
+            ({"blocks": np.zeros((2, 5), np.uint8)}, r"'blocks': \(3, \d+\).* but it has .*'blocks': \(2, 5\)"),
+            ({"slot": np.zeros(3, np.uint8)}, r"but it has .*'slot': \(3,\)"),
+            ({"output_token_ids": np.zeros(0, np.int32), "num_tokens": 39}, "40 prompt and 0 output tokens"),
+            ({"params": {"max_tokens": 1}}, "nothing is left to generate: .* max_tokens is 1"),
+        ],
+        ids=["prompt", "num_tokens", "blocks", "slot", "output", "max_tokens"],
+    )
+    def test_a_state_that_cannot_go_on_and_those_that_run_do(
+        self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], file: Path, changed: dict[str, Any], reason: str
+    ) -> None:
+        state, completion_engine = SequenceState.load(file), engines[2]
+        completion_engine.import_sequence(dataclasses.replace(state, request_id="runs"))
+        completion_engine.step()
+        with pytest.raises(ValueError, match=f"request a: .*{reason}"):
+            completion_engine.import_sequence(dataclasses.replace(state, **changed))
+        assert run(completion_engine)["runs"][-1].finish_reason == "length"
+
+    @pytest.mark.slow
+    def test_a_prompt_that_fills_the_importing_engine(self, folder: Path, file: Path) -> None:
+        for max_model_len in (39, 40):
+            shorter = engine(folder, EngineType.COMPLETION, max_model_len=max_model_len)
+            self._refused(shorter, file, f"nothing is left to generate: .* max_model_len {max_model_len}")
 
     def _refused(self, other: LLMEngine, file: Path, reason: str) -> None:
         before = other.stats()
