@@ -14,8 +14,8 @@ from deepinfer_jax.engine.sampling_params import SamplingParams
 
 
 @cache
-def served() -> dict[str, Any]:
-    script = Path(__file__).with_name("two_devices.py")
+def served(script_name: str = "two_devices.py") -> dict[str, Any]:
+    script = Path(__file__).with_name(script_name)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -50,3 +50,22 @@ def test_the_pools_of_both_indices_are_full_at_the_end() -> None:
     assert served()["tight"]["pools"] == [22, 22, 8, 8]
     assert served()["tight"]["num_preemptions"] > 0
     assert {case["aborted"] for case in served().values()} == {1}
+
+
+def test_a_hit_happens_on_the_data_index_that_holds_the_blocks() -> None:
+    reuse = served("two_devices_reuse.py")["reuse"]
+    assert sorted(reuse["wrote"]) == [0, 1]
+    assert reuse["found"] == reuse["wrote"] * 2
+    assert reuse["cached"] == [16] * 4
+    assert reuse["tokens"] == [
+        alone(random_prompt(16, seed=i % 2) + random_prompt(5, seed=10 + i), i, 8) for i in range(4)
+    ]
+
+
+def test_a_sequence_is_handed_over_between_any_numbers_of_data_indices() -> None:
+    expected = [alone(random_prompt(length, seed=i), i, 8) for i, length in enumerate([1, 3, 4, 8, 17, 30])]
+    assert served("two_devices_reuse.py")["handed"] == [expected] * 2
+
+
+def alone(prompt: list[int], seed: int, count: int) -> list[int]:
+    return sampled_twin(make_table(), prompt, SamplingParams(seq_seed=seed, temperature=0.9 * (seed % 2)), count)

@@ -25,6 +25,7 @@ def test_tokens_do_not_depend_on_the_mesh(mesh: str) -> None:
     data, expert = map(int, mesh.split("x"))
     result = run(mesh)
     assert result["wrong"] == []
+    assert result["repeated_from_cache"] == [True, True] and result["split"]
     assert result["preemptions"] > 0 and result["idle"] and result["compiled"] == 0
     assert result["devices"] == data * expert
     assert result["indices_per_device"] == [1]  # every data index has its pools on devices of its own
