@@ -116,9 +116,11 @@ class PrefillPolicy:
         rows_left = [rows] * len(room.slots)
         chunks: list[Chunk] = []
 
-        def count(sequence: Sequence, start: int, data_index: int) -> int:
+        def count(sequence: Sequence, start: int, data_index: int, branch: int) -> int:
             first = rows_left[data_index] == rows
-            return self._count(sequence, start, time, room.tokens[data_index], first=first)
+            num_tokens = self._count(sequence, start, time, room.tokens[data_index], first=first)
+            # A snapshot at the branch serves all that share just so much; chunks end at their own ends otherwise.
+            return branch - start if self._ends_at(branch, start, num_tokens) else num_tokens
 
         def first_chunk(sequence: Sequence, data_index: int) -> Chunk | None:
             if sequence.imported is not None:
@@ -127,7 +129,7 @@ class PrefillPolicy:
                 return None
             hit = find(sequence, data_index)
             start = len(hit.blocks) * self.tokens_per_block
-            num_tokens = count(sequence, start, data_index)
+            num_tokens = count(sequence, start, data_index, hit.branch)
             return Chunk(sequence, data_index, num_tokens, start + num_tokens, True, hit) if num_tokens else None
 
         def take(chunk: Chunk) -> None:
@@ -141,7 +143,7 @@ class PrefillPolicy:
         for sequence in started:
             data_index, start = sequence.data_index, sequence.num_tokens
             if sequence.schedulable and rows_left[data_index]:
-                num_tokens = count(sequence, start, data_index)
+                num_tokens = count(sequence, start, data_index, sequence.branch)
                 if num_tokens:
                     take(Chunk(sequence, data_index, num_tokens, start + num_tokens, is_first=False))
         for sequence in waiting:
@@ -169,6 +171,9 @@ class PrefillPolicy:
         if sequence.num_preemptions:
             return max(0, min(remaining, time, tokens))
         return remaining if remaining <= time and (first or remaining <= tokens) else 0
+
+    def _ends_at(self, branch: int, start: int, count: int) -> bool:
+        return self.for_snapshots and self.chunked_prefill and start < branch < start + count
 
     def _cut(self, start: int, count: int, length: int) -> int:
         """At most `count` of the tokens from `start` on, so that the chunk ends where a snapshot can be taken.

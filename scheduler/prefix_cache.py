@@ -17,10 +17,12 @@ class Hit(NamedTuple):
     Attributes:
         blocks: the blocks of its first tokens, in order of position; none: it starts with its first token.
         num_held: how many of them are in use, so that they cost no free block.
+        branch: tokens whose blocks are there, with a snapshot or without; where others part, so will the next one.
     """
 
     blocks: list[int]
     num_held: int
+    branch: int = 0
 
 
 NO_HIT = Hit([], 0)
@@ -68,9 +70,10 @@ class PrefixCache:
             if block is None:
                 break
             blocks.append(block)
+        branch = len(blocks) * self.tokens_per_block
         while blocks and sequence.block_keys[len(blocks) - 1] not in self.snapshots:
             blocks.pop()
-        return Hit(blocks, sum(pool.num_references(block) > 0 for block in blocks))
+        return Hit(blocks, sum(pool.num_references(block) > 0 for block in blocks), branch)
 
     def take(self, sequence: Sequence, num_blocks: int) -> Any:
         """The snapshot behind the sequence's first blocks, as `find` has found it."""

@@ -382,6 +382,7 @@ class Scheduler:
         """Gives a waiting sequence its slot, and the state that it starts with, if it does."""
         sequence, imported, hit = chunk.sequence, chunk.sequence.imported, chunk.hit.blocks
         self._waiting.remove(sequence)
+        sequence.branch = chunk.hit.branch
         self._holders.start(sequence, chunk.data_index, hit)
         if imported is not None:
             self._reserve(sequence, imported.num_tokens)

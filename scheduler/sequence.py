@@ -104,6 +104,7 @@ class Sequence:
         reuse: whether its start may be taken from what others, or it itself before a preemption, left in the cache.
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
         num_cached_tokens: so many were, when it first started.
+        branch: tokens whose blocks were cached when it started; a chunk of it ends there.
         imported: the state with which it starts, instead of computing its prompt; None once it has started.
         block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
         num_published: so many blocks of its table have been named, by it or by others.
@@ -135,6 +136,7 @@ class Sequence:
     reuse: bool = True
     most_cached_tokens: int | None = None
     num_cached_tokens: int = 0
+    branch: int = 0
     imported: Imported | None = None
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0

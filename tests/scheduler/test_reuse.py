@@ -65,6 +65,18 @@ def test_three_sequences_start_at_different_places_in_one_step() -> None:
     twin.drain()
 
 
+def test_who_shares_less_than_a_chunk_leaves_a_snapshot_where_the_texts_part() -> None:
+    """A system prompt and questions: the end of the whole prompt is of no use to the next one."""
+    twin = reusing()
+    questions = [text(seq_id, [1] * 14 + [2 + seq_id] * 7) for seq_id in range(4)]
+    assert finish(twin, questions[0]) == [[(0, 0, 20)], [(0, 20, 1)]]
+    assert finish(twin, questions[1]) == [[(1, 0, 12)], [(1, 12, 8)], [(1, 20, 1)]]
+    for later in questions[2:]:
+        assert finish(twin, later) == [[(later.seq_id, 12, 8)], [(later.seq_id, 20, 1)]]
+    assert [s.num_cached_tokens for s in questions] == [0, 0, 12, 12]
+    twin.drain()
+
+
 def test_a_second_turn_starts_from_what_decoding_left() -> None:
     twin = reusing()
     first = text(0, [5] * 6, max_tokens=9)
