@@ -119,7 +119,7 @@ class PrefillPolicy:
         def count(sequence: Sequence, start: int, data_index: int, branch: int) -> int:
             first = rows_left[data_index] == rows
             num_tokens = self._count(sequence, start, time, room.tokens[data_index], first=first)
-            # A snapshot at the branch serves all that share just so much; chunks end at their own ends otherwise.
+            # The next one that shares just so much finds a snapshot at the branch.
             return branch - start if self._ends_at(branch, start, num_tokens) else num_tokens
 
         def first_chunk(sequence: Sequence, data_index: int) -> Chunk | None:

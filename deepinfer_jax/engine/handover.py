@@ -206,17 +206,25 @@ def state_layout(declared: Any) -> tuple[str, ...]:
 
 
 def _weights_digest(params: Params) -> str:
-    """SHA-256 of some rows of embedding and head and of all norms of the backbone.
+    """SHA-256 of some rows of embedding and head, of all norms of the backbone, and of the first row of each layer's
+    routed experts.
 
-    Reading all weights would take minutes; another training run changes these too. Values, not bytes: how a leaf is
-    stored depends on the platform.
+    Reading all weights would take minutes; another training run changes these too. Values, not bytes: how these leaves
+    are stored depends on the platform. The values of others do as well, so dense projections are left out.
     """
+    layers = [
+        (layer.attn_norm, layer.ffn_norm, layer.attn.q_norm, layer.attn.kv_norm, _first_rows(layer.ffn.experts))
+        for layer in params.layers
+    ]
+    sampled = params.embed[:_DIGEST_ROWS], params.head[:_DIGEST_ROWS], params.norm, layers
     digest = hashlib.sha256()
-    norms = [(layer.attn_norm, layer.ffn_norm, layer.attn.q_norm, layer.attn.kv_norm) for layer in params.layers]
-    sampled = params.embed[:_DIGEST_ROWS], params.head[:_DIGEST_ROWS], params.norm, norms
     for leaf in jax.device_get(jax.tree.leaves(sampled)):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     return digest.hexdigest()
+
+
+def _first_rows(leaves: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[(0,) * (leaf.ndim - 1)], leaves)
 
 
 def _checksum(header: str, tensors: dict[str, npt.NDArray[Any]]) -> str:
