@@ -6,7 +6,8 @@ Each row of the batch has its own length, so rows of different ages share one ca
 
 import copy
 import dataclasses
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,12 @@ class View(Protocol):
         """A view of each row's last `lengths` new tokens, int32 [batch], in `time` columns.
 
         Rings and pools are shared: either view reads what the other writes.
+        """
+
+    def run_if[T](self, needed: jax.Array, run: Callable[[Self], T], otherwise: T) -> T:
+        """`run` on this view, with all that it writes, if `needed`, bool []; else `otherwise`.
+
+        Of this view `run` may write windows and draft windows only.
         """
 
     def window(self, layer: int, new: jax.Array) -> tuple[jax.Array, jax.Array, bool]:
@@ -219,6 +226,9 @@ class NewRows:
     start, lengths: int32 [batch]; time: columns.
     """
 
+    _windows: list[Any]
+    _draft_windows: list[Any]
+
     def __init__(self, start: jax.Array, lengths: jax.Array, time: int) -> None:
         self.start = start
         self.lengths = lengths
@@ -229,6 +239,18 @@ class NewRows:
         view = copy.copy(self)  # not deep: both have the same lists
         NewRows.__init__(view, self.start + self.lengths - lengths, lengths, time)
         return view
+
+    def run_if[T](self, needed: jax.Array, run: Callable[[Self], T], otherwise: T) -> T:
+        def run_on(windows: list[Any], draft_windows: list[Any]) -> tuple[T, list[Any], list[Any]]:
+            view = copy.copy(self)
+            view._windows, view._draft_windows = list(windows), list(draft_windows)
+            return run(view), view._windows, view._draft_windows
+
+        before = self._windows, self._draft_windows
+        result, self._windows[:], self._draft_windows[:] = jax.lax.cond(
+            needed, run_on, lambda *windows: (otherwise, *windows), *before
+        )
+        return result
 
 
 class CacheView(NewRows):

@@ -7,6 +7,7 @@ prefill costs the producers' layers only. Decode steps are exact in what they do
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -89,7 +90,7 @@ def replay_problem(text: TextConfig, replay: Replay, rollback: int) -> str | Non
     return None
 
 
-def enter_consumers(
+def run_consumers(
     streams: jax.Array,
     pre: jax.Array,
     image_mask: jax.Array | None,
@@ -97,18 +98,24 @@ def enter_consumers(
     plan: LayerPlan,
     step: Step,
     kept: KeptRows,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Step]:
-    """What the consumer layers run on, from P's own inputs on.
+    run: Callable[[jax.Array, jax.Array, jax.Array | None, Step], jax.Array],
+) -> jax.Array:
+    """What `run` makes of the rows that consumer layers see, from P's own inputs on.
 
-    The first three become those of min(time, keep) rows each when mode is "compact": the kept ones first, then padding.
-    All rows have left their entries and index keys by then. Picks and candidates need no gathering: P, a KV source,
-    picks anew, and candidates have ratio 1 if P may use them.
+    Where mode is "compact" they are min(time, keep) rows each: the kept ones first, then padding. All rows have left
+    their entries and index keys before. Picks and candidates need no gathering: P, a KV source, picks anew, and
+    candidates have ratio 1 if P may use them. A step in which no row keeps anything, as most of a long prompt's are,
+    runs no consumer layer.
 
     Args:
         layer, plan: of layer P.
+        run: the consumer layers and the final norm, on (streams, pre, image_mask, step), to [batch, ·, hidden].
+
+    Returns:
+        [batch, time, hidden], or [batch, min(time, keep), hidden], zeros if nothing ran.
     """
     if kept.replay.mode == "mask":
-        return streams, pre, image_mask, dataclasses.replace(step, kept_from=kept.kept_from)
+        return run(streams, pre, image_mask, dataclasses.replace(step, kept_from=kept.kept_from))
     wide = step.view
     _, x = enter_sublayer(streams, pre, layer.hc_attn, layer.attn_norm, step.text)
     store_entries(x, layer.attn, plan, step)
@@ -119,6 +126,10 @@ def enter_consumers(
     def take(rows: jax.Array) -> jax.Array:
         return jnp.take_along_axis(rows, index.reshape(*index.shape, *[1] * (rows.ndim - 2)), axis=1)
 
-    step = Step.start(step.text, step.arith, wide.last(lengths, time), step.probe, step.kernels)
-    step = dataclasses.replace(step, kept_from=kept.kept_from, entries_are_stored=True)
-    return take(streams), take(pre), None if image_mask is None else take(image_mask), step
+    def run_kept(view: View) -> jax.Array:
+        narrow = Step.start(step.text, step.arith, view, step.probe, step.kernels)
+        narrow = dataclasses.replace(narrow, kept_from=kept.kept_from, entries_are_stored=True)
+        return run(take(streams), take(pre), None if image_mask is None else take(image_mask), narrow)
+
+    nothing = jnp.zeros((len(streams), time, streams.shape[-1]), streams.dtype)
+    return wide.last(lengths, time).run_if(jnp.any(lengths > 0), run_kept, nothing)

@@ -15,10 +15,10 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.layer_plan import layer_plans
+from deepinfer_jax.layer_plan import LayerPlan, layer_plans
 from deepinfer_jax.model.attention import Step, attention
 from deepinfer_jax.model.block import block, initial_streams
-from deepinfer_jax.model.bounded_replay import KeptRows, enter_consumers, first_consumer
+from deepinfer_jax.model.bounded_replay import KeptRows, first_consumer, run_consumers
 from deepinfer_jax.model.checks import check_inputs
 from deepinfer_jax.model.dspark import store_context, tap
 from deepinfer_jax.model.embedding import embed_tokens, merge_images
@@ -177,13 +177,13 @@ def hidden_states(
     kept: bounded replay of consumer layers; None: the exact model.
 
     Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing. Of kept rows
-    they are min(time, keep) columns where mode is "compact", and each row's first `kept.lengths(view)` count.
+    they are min(time, keep) columns where mode is "compact", and each row's first `kept.lengths(view)` count. The
+    probe must be empty then.
     """
     with batch_invariant(kernels.batch_invariant):
         text = config.text
         valid = view.positions >= 0
         image_mask = None if token_types is None else (token_types >= 0) & valid
-        consumer = None if kept is None else first_consumer(text)
         embedded = embed_tokens(tokens, params, arith)
         if token_types is not None and params.vision is not None:
             roles = jnp.where(valid, token_types, -1)
@@ -194,39 +194,65 @@ def hidden_states(
             history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
             rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
-        step = tapped = Step.start(text, arith, view, probe, kernels)
-        taps: dict[int, jax.Array] = {}
-        for plan, layer in zip(layer_plans(text), params.layers, strict=True):
-            name = f"layers.{plan.index}"
-            with jax.named_scope(name):
-                if kept is not None and plan.index == consumer:
-                    entered = enter_consumers(streams, pre, image_mask, layer, plan, step, kept)
-                    streams, pre, image_mask, step = entered
-                if plan.engram is not None and layer.engram is not None and rows is not None:
-                    layer_rows = probe(f"{name}.engram.rows", rows[:, :, plan.engram])
-                    streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
-                    streams = probe(f"{name}.engram.streams", streams)
-                if plan.tap:
-                    taps[plan.index], tapped = rowwise(tap, streams), step
-                streams, pre = block(
-                    streams,
-                    pre,
-                    layer,
-                    functools.partial(attention, params=layer.attn, plan=plan, step=step),
-                    name=name,
-                    experts_per_token=text.num_experts_per_tok,
-                    image_mask=image_mask,
-                    valid=step.view.positions >= 0,
-                    text=text,
-                    arith=arith,
-                    probe=probe,
-                    mesh=params.mesh,
-                )
-        if params.draft is not None:
-            gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
-            store_context(gathered, params.draft, tapped)
+        step = Step.start(text, arith, view, probe, kernels)
+        run = functools.partial(_run_layers, engram_rows=rows, params=params)
+        plans, first = layer_plans(text), first_consumer(text)
+        if kept is None or first is None:
+            return _final_norm(*run(plans, streams, pre, image_mask, step), params, step)
 
-        def normed(streams: jax.Array, pre: jax.Array) -> jax.Array:
-            return rms_norm(collapse(streams, pre), params.norm, text.rms_norm_eps)
+        def run_last(streams: jax.Array, pre: jax.Array, image_mask: jax.Array | None, step: Step) -> jax.Array:
+            return _final_norm(*run(plans[first:], streams, pre, image_mask, step), params, step)
 
-        return probe("final_norm", rowwise(normed, streams, pre))
+        streams, pre = run(plans[:first], streams, pre, image_mask, step)
+        return run_consumers(streams, pre, image_mask, params.layers[first], plans[first], step, kept, run_last)
+
+
+def _run_layers(
+    plans: tuple[LayerPlan, ...],
+    streams: jax.Array,
+    pre: jax.Array,
+    image_mask: jax.Array | None,
+    step: Step,
+    *,
+    engram_rows: jax.Array | None,
+    params: Params,
+) -> tuple[jax.Array, jax.Array]:
+    """Streams and pre after some of the layers; the drafts' context is stored if their target layers are among them."""
+    text, arith, probe = step.text, step.arith, step.probe
+    taps: dict[int, jax.Array] = {}
+    for plan in plans:
+        name, layer = f"layers.{plan.index}", params.layers[plan.index]
+        with jax.named_scope(name):
+            if plan.engram is not None and layer.engram is not None and engram_rows is not None:
+                layer_rows = probe(f"{name}.engram.rows", engram_rows[:, :, plan.engram])
+                streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
+                streams = probe(f"{name}.engram.streams", streams)
+            if plan.tap:
+                taps[plan.index] = rowwise(tap, streams)
+            streams, pre = block(
+                streams,
+                pre,
+                layer,
+                functools.partial(attention, params=layer.attn, plan=plan, step=step),
+                name=name,
+                experts_per_token=text.num_experts_per_tok,
+                image_mask=image_mask,
+                valid=step.view.positions >= 0,
+                text=text,
+                arith=arith,
+                probe=probe,
+                mesh=params.mesh,
+            )
+    if taps and params.draft is not None:
+        gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))
+        store_context(gathered, params.draft, step)
+    return streams, pre
+
+
+def _final_norm(streams: jax.Array, pre: jax.Array, params: Params, step: Step) -> jax.Array:
+    """What the head reads, [batch, time, hidden]."""
+
+    def normed(streams: jax.Array, pre: jax.Array) -> jax.Array:
+        return rms_norm(collapse(streams, pre), params.norm, step.text.rms_norm_eps)
+
+    return step.probe("final_norm", rowwise(normed, streams, pre))

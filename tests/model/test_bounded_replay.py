@@ -150,6 +150,43 @@ def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut
         assert all(same_bits(ours[position], wanted[position]) for position in ours)
 
 
+def test_compact_gives_the_bits_of_mask_after_steps_in_which_no_row_or_only_some_keep_anything() -> None:
+    """Chunks of 32: at the start of both prompts nothing is kept, and on at most one of them from the second on."""
+    lengths = (93, 2 * CHUNK)
+    masked, compact = run("mask", lengths), run("compact", lengths)
+    for length, ours, wanted in zip(lengths, compact.hidden, masked.hidden, strict=True):
+        assert sorted(ours) == list(kept_positions(length))
+        assert all(same_bits(ours[position], wanted[position]) for position in ours)
+    assert all(same_bits(*pair) for pair in zip(compact.pools, masked.pools, strict=True))
+
+
+def test_a_step_in_which_no_row_keeps_anything_runs_no_consumer_layer() -> None:
+    """Whose weights are NaN here: those of the layers after P, and the final norm."""
+    model = TextModel(small_config(), "float32_exact", PLAIN, replay=Replay("compact", KEEP))
+    params, first = small_params("float32_exact"), 2
+    layers = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params.layers[first + 1 :])
+    broken = dataclasses.replace(
+        params, layers=(*params.layers[: first + 1], *layers), norm=jnp.full_like(params.norm, jnp.nan)
+    )
+    cache = init_pools(model.state(SHAPE.tokens_per_block), SHAPE)
+
+    def step(kept_from: list[int]) -> Advanced:
+        """One row for each data index."""
+        rows = np.zeros((2, 1), np.int32)
+        tokens = tokens_of(0, CHUNK)[:CHUNK]
+        tables = np.broadcast_to(np.arange(WIDTH, dtype=np.int32), (2, 1, WIDTH))
+        arrays = np.stack([tokens, tokens])[:, None], rows + CHUNK, rows, rows, tables, np.array(kept_from)[:, None]
+        return advance(model, broken, cache, StepBatch(*map(jnp.asarray, arrays)))
+
+    nothing = step([CHUNK, CHUNK + 7])
+    assert nothing.lengths.tolist() == [0, 0] and not np.asarray(nothing.hidden).any()
+    assert np.asarray(nothing.cache.entries[1]).any()  # those of P are there all the same
+    for before, after in zip(cache.windows[first:], nothing.cache.windows[first:], strict=True):
+        assert same_bits(np.asarray(before), np.asarray(after))
+    some = step([CHUNK, CHUNK - 1])
+    assert some.lengths.tolist() == [0, 1] and np.isnan(some.hidden[1, 0]).all()
+
+
 def test_global_state_is_that_of_the_exact_model_bit_for_bit() -> None:
     """Entries and index keys of all positions come from producers and from the input of layer P."""
     exact = run(None)

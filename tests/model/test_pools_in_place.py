@@ -9,6 +9,7 @@ from small import small_config
 
 from deepinfer_jax.config import Precision
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.model.bounded_replay import Replay
 from deepinfer_jax.paged_cache import paged_state
 from deepinfer_jax.runtime.aot import copied_pools
 from deepinfer_jax.runtime.slot_table import init_slot_table
@@ -22,9 +23,16 @@ from deepinfer_jax.state import CacheShape, init_pools
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
 
-@pytest.mark.parametrize(("kind", "bucket"), [("decode", Bucket(4, 1, 8)), ("prefill", Bucket(2, 40, 8))])
-def test_no_pool_is_copied(kind: Kind, bucket: Bucket) -> None:
-    model = TextModel(small_config(), "reference", KernelChoice())
+@pytest.mark.parametrize(
+    ("kind", "bucket", "replay"),
+    [
+        ("decode", Bucket(4, 1, 8), None),
+        ("prefill", Bucket(2, 40, 8), None),
+        ("prefill", Bucket(2, 40, 8), Replay("compact", 20)),  # passes rings through a branch
+    ],
+)
+def test_no_pool_is_copied(kind: Kind, bucket: Bucket, replay: Replay | None) -> None:
+    model = TextModel(small_config(), "reference", KernelChoice(), replay=replay)
     program, arguments = step_program(model, kind, SHAPE, bucket, "cpu")
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
     assert compiled is not None and "u8[1,11,16,64]" in compiled  # a ring: 11 slots of 16 keys of 64 channels
