@@ -138,7 +138,9 @@ def same_bits(ours: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(LONGER, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["at once", "in chunks of 7", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
+)
 def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut(
     way: str, lengths: tuple[int, ...]
 ) -> None:
@@ -219,6 +221,7 @@ def test_compact_gives_the_bits_of_mask_in_every_precision_and_format(precision:
         assert all(same_bits(ours[position], wanted[position]) for position in ours)
 
 
+@pytest.mark.slow
 def test_without_batch_invariance_the_modes_differ_by_rounding_only() -> None:
     """Without quantisers, which turn a rounding into a step; 2e-5 is what two implementations are allowed
     (test_continuation.py)."""
