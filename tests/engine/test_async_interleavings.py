@@ -124,7 +124,7 @@ actions = st.one_of(
 def test_whatever_readers_do_the_engine_is_whole_afterwards() -> None:
     num_cached: list[int] = []
     interleave(num_cached)
-    assert sum(num > 0 for num in num_cached) > 5  # beginnings of earlier readers were reused
+    assert sum(num > 0 for num in num_cached) > 0  # beginnings of earlier readers were reused
 
 
 @settings(max_examples=150)
