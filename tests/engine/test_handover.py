@@ -26,7 +26,9 @@ TEXT = np.random.default_rng(9).integers(3, 192, 160).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=8, ignore_eos=True)
 pytestmark = pytest.mark.usefixtures("poisoned")
-both = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+both = pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="sampled")]
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ TEXT = RNG.integers(3, 192, 600).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=6, ignore_eos=True)
 pytestmark = pytest.mark.usefixtures("poisoned")
-# Engines with other pools compile their own programs, which takes seconds: of those, sampling is slow.
+# Engines compile and compute for seconds: sampling comes with the slow tests, hand-over's greedy ones as well.
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow)]
 )
@@ -64,7 +64,7 @@ def parted(length: int) -> list[int]:
     return [*TEXT[:length], other(TEXT[length]), *TEXT[40:60]]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@both
 @pytest.mark.parametrize("shared", [0, 1, 127, 128, 129, 512, 513])
 def test_a_hit_gives_the_tokens_of_a_cold_run(llm: LLM, cold: LLM, shared: int, params: SamplingParams) -> None:
     ask(llm, [TEXT], params)
