@@ -18,6 +18,7 @@ from deepinfer_jax.runtime.slot_table import with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.runtime.text_model import StepModel
+from deepinfer_jax.scheduler.decode import row_places
 from deepinfer_jax.state import (
     CacheShape,
     block_bytes,
@@ -122,10 +123,7 @@ class Places(NamedTuple):
 
 def places(data_index: npt.NDArray[np.int32], rows: int) -> Places:
     """The rows of each data index, in their order, `rows` to a call."""
-    ordinal = np.zeros(len(data_index), np.int32)
-    for index in np.unique(data_index):
-        own = data_index == index
-        ordinal[own] = np.arange(own.sum())
+    ordinal, _ = row_places(data_index)
     return Places(ordinal // rows, np.asarray(data_index, np.int32), ordinal % rows)
 
 
