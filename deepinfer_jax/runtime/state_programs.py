@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.runtime.slot_table import with_sampling
+from deepinfer_jax.runtime.slot_sampling import with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.runtime.text_model import StepModel
@@ -90,12 +90,12 @@ def _restore(declared: Any, state: StepState, packed: Array, states: Array) -> S
     cache, table = state
     column, tables, _ = unpack(packed, RESTORE_COLUMNS, packed.shape[2] - len(RESTORE_COLUMNS))
     slots = column["slot"]
-    table = with_sampling(table, slots, column)
     table = dataclasses.replace(
         table,
         lengths=write_pool(table.lengths, (slots,), column["length"]),
         last_token=write_pool(table.last_token, (slots,), column["last_token"]),
         blocks=write_pool(table.blocks, (slots,), tables),
+        sampling=with_sampling(table.sampling, slots, column),
     )
     return StepState(write_slots(declared, cache, slots, column["length"], states), table)
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
+from deepinfer_jax.runtime.slot_sampling import SAMPLING_COLUMNS
 from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
 # One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
@@ -21,19 +22,14 @@ PREFILL_COLUMNS = (
     "first_new_block",
     "start",
     "num_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "greedy",
-    "seed_low",
-    "seed_high",
+    *SAMPLING_COLUMNS,
     "banned",
     "next_token",
     "wants_prompt_logprobs",
     "kept_from",
 )
 # Then the whole block table.
-RESTORE_COLUMNS = ("slot", "length", "last_token", "temperature", "top_p", "top_k", "greedy", "seed_low", "seed_high")
+RESTORE_COLUMNS = ("slot", "length", "last_token", *SAMPLING_COLUMNS)
 _FLOATS = ("temperature", "top_p")
 _WORDS = ("seed_low", "seed_high")
 

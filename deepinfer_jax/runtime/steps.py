@@ -13,7 +13,8 @@ from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks, sampling_rows, with_sampling
+from deepinfer_jax.runtime.slot_sampling import sampling_rows, with_sampling
+from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
 from deepinfer_jax.runtime.text_model import StepBatch, StepModel
 from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
@@ -65,7 +66,7 @@ def decode_step(
     )
     hidden, _, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
-    rows = sampling_rows(table, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
+    rows = sampling_rows(table.sampling, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
     sampled = _sample(model, logits, rows, column["wants_top"])
     return StepOutput(sampled, None), StepState(cache, _advanced(table, blocks, slots, starts + 1, sampled.tokens))
 
@@ -92,7 +93,7 @@ def prefill_step(
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
     ends = starts + batch.lengths
-    rows = sampling_rows(table, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
+    rows = sampling_rows(table.sampling, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
     prompt_logprobs = None
     if hidden.shape[1] == bucket.time:
         prompt_logprobs = jax.lax.cond(
@@ -129,8 +130,10 @@ def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) 
     slots = column["slot"]
     starting = jnp.where(column["start"] == 0, slots, table.lengths.shape[1])
     nothing = jnp.full((*slots.shape, table.blocks.shape[2]), no_block, jnp.int32)
-    return with_sampling(
-        dataclasses.replace(table, blocks=write_pool(table.blocks, (starting,), nothing)), slots, column
+    return dataclasses.replace(
+        table,
+        blocks=write_pool(table.blocks, (starting,), nothing),
+        sampling=with_sampling(table.sampling, slots, column),
     )
 
 

@@ -1,0 +1,25 @@
+"""Logits to tokens and log-probabilities, on the device (DB §7).
+
+Randomness is counter-based: a draw depends on the row's seed, position and purpose and on the row's
+distribution, and on nothing else; never on neighbours, slot, bucket or chunking.
+
+Probability mass is counted in integers, units of 2^-31 (as DB §7.3 and §7.5): sums of integers do
+not depend on the order of summation. Tokens below half a unit are therefore never drawn.
+"""
+
+from deepinfer_jax.sampling.filters import processed_logprobs
+from deepinfer_jax.sampling.lists import MIN_LOGPROB, token_logprobs
+from deepinfer_jax.sampling.randomness import random_words
+from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, SamplingRows
+from deepinfer_jax.sampling.sample import Sampled, sample
+
+__all__ = [
+    "GREEDY_TEMPERATURE",
+    "MIN_LOGPROB",
+    "Sampled",
+    "SamplingRows",
+    "processed_logprobs",
+    "random_words",
+    "sample",
+    "token_logprobs",
+]
