@@ -7,6 +7,7 @@ Probability mass is counted in integers, units of 2^-31 (as DB §7.3 and §7.5):
 not depend on the order of summation. Tokens below half a unit are therefore never drawn.
 """
 
+from deepinfer_jax.sampling.drafts import DraftRows, draw_draft
 from deepinfer_jax.sampling.filters import processed_logprobs
 from deepinfer_jax.sampling.lists import MIN_LOGPROB, token_logprobs
 from deepinfer_jax.sampling.randomness import random_words
@@ -16,8 +17,10 @@ from deepinfer_jax.sampling.sample import Sampled, sample
 __all__ = [
     "GREEDY_TEMPERATURE",
     "MIN_LOGPROB",
+    "DraftRows",
     "Sampled",
     "SamplingRows",
+    "draw_draft",
     "processed_logprobs",
     "random_words",
     "sample",

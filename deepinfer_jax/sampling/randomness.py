@@ -7,11 +7,18 @@ from jax.extend.random import threefry_2x32
 
 # The purposes of a draw: the second word of its counter.
 FRESH_SAMPLE = 0
+RESIDUAL_SAMPLE = 1  # after a draft was rejected
+ACCEPTANCE = 2
+DRAFT = 3
 
 
-def random_words(seed: Array, position: Array, purpose: int) -> Array:
-    """uint32 [rows, 2]: Threefry-2x32 of counter (position, purpose) under key seed [rows, 2]."""
-    counter = jnp.stack([position.astype(jnp.uint32), jnp.full(position.shape, purpose, jnp.uint32)], axis=-1)
+def random_words(seed: Array, position: Array, purpose: int | Array) -> Array:
+    """uint32 [rows, 2]: Threefry-2x32 of counter (position, purpose) under key seed [rows, 2].
+
+    purpose: one for all rows, or one for each.
+    """
+    purposes = jnp.broadcast_to(jnp.asarray(purpose, jnp.uint32), position.shape)
+    counter = jnp.stack([position.astype(jnp.uint32), purposes], axis=-1)
     return jax.vmap(threefry_2x32)(seed, counter)
 
 

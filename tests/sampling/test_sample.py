@@ -1,62 +1,13 @@
 """Filters against a brute-force twin, draws against their distribution, randomness against its counters."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
-from deepinfer_jax.sampling import (
-    GREEDY_TEMPERATURE,
-    MIN_LOGPROB,
-    SamplingRows,
-    processed_logprobs,
-    random_words,
-    sample,
-)
-
-sample_jit = jax.jit(sample, static_argnames="num_top")
-processed_jit = jax.jit(processed_logprobs)
-
-
-def make_rows(count: int, **fields: object) -> SamplingRows:
-    """Rows that sample at temperature 1 without filters; seed 0, positions 0, 1, 2, ..."""
-    values: dict[str, object] = {
-        "temperature": 1.0,
-        "greedy": False,
-        "top_p": 1.0,
-        "top_k": -1,
-        "seed": np.zeros((count, 2)),
-        "position": np.arange(count),
-        "banned": -1,
-        "forced": -1,
-    } | fields
-    dtypes = {"temperature": np.float32, "greedy": np.bool_, "top_p": np.float32, "seed": np.uint32}
-    return SamplingRows(
-        **{
-            name: jnp.asarray(np.broadcast_to(value, (count, 2) if name == "seed" else (count,))).astype(
-                dtypes.get(name, np.int32)
-            )
-            for name, value in values.items()
-        }
-    )
-
-
-def brute_force_logprobs(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> np.ndarray:
-    """DB §7.3 literally, one row, float64 on the float32 quotients, by sorting."""
-    scaled = ((logits - logits.max()) / np.float32(temperature)).astype(np.float64)
-    p = np.exp(scaled) / np.exp(scaled).sum()
-    order = np.argsort(-scaled, kind="stable")
-    before = np.concatenate([[0.0], np.cumsum(p[order])[:-1]])
-    keep = np.ones(len(p), bool)
-    if top_p < 1:
-        keep &= before <= top_p
-    if top_k >= 0:
-        keep &= np.arange(len(p)) < top_k
-    result = np.full(len(p), -np.inf)
-    result[order[keep]] = np.log(p[order[keep]]) - np.log(p[order[keep]].sum())
-    return result
+from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplingRows, random_words
 
 
 @settings(max_examples=150)
