@@ -20,7 +20,7 @@ def book_tokens(
     """
     # What the host counted on: of a prompt's last chunk its sample, of a decode step that all drafts are accepted.
     if isinstance(step, PrefillStep):
-        counts, most = step.completes.astype(np.int32), 1
+        counts, most = step.samples.astype(np.int32), 1
     else:
         most = lookahead
     taken: list[tuple[int, int]] = []
@@ -37,7 +37,7 @@ def book_tokens(
             sequence.num_inflight_steps -= 1
             number = sequence.append_tokens(token_ids[:count])
             sequence.num_tokens += number - most
-        else:  # a chunk that is not the last
+        else:  # a chunk that gives no token
             continue
         taken.append((row, number))
         if sequence.status is not running:

@@ -85,20 +85,23 @@ class DecodeStep(Step):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillStep(Step):
-    """One chunk each of sequences whose prompt (and output, after a preemption) is not yet in the cache. At most
+    """One chunk each of sequences of whose `Sequence.prefill_len` tokens not all are in the cache yet. At most
     ceil(bucket.time / tokens_per_block) new blocks each.
 
     Attributes:
         starts: int32 [n], tokens of the sequence whose state earlier chunks or a restore give; 0 empties the slot.
         num_new_tokens: int32 [n], at least 1.
         tokens: int32 [n, bucket.time], padded with 0 on the right.
-        completes: bool [n], the chunk reaches the sequence's last token, so its sample counts.
+        completes: bool [n], the chunk is the sequence's last one.
+        samples: bool [n], and what it samples counts: the first output. After a preemption, when there is output, the
+            last token is known.
     """
 
     starts: Int32Array
     num_new_tokens: Int32Array
     tokens: Int32Array
     completes: npt.NDArray[np.bool_]
+    samples: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

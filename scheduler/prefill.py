@@ -164,9 +164,9 @@ class PrefillPolicy:
 
     def _count(self, sequence: Sequence, start: int, time: int, tokens: int, *, first: bool) -> int:
         """How many tokens from `start` on may be computed in a program of `time`, 0 for none."""
-        remaining = len(sequence) - start
+        remaining = sequence.prefill_len - start
         if self.chunked_prefill:
-            return self._cut(start, max(0, min(remaining, time, tokens)), len(sequence))
+            return self._cut(start, max(0, min(remaining, time, tokens)), sequence.prefill_len)
         # With its output a preempted sequence may be longer than any program, so it may be cut in any case.
         if sequence.num_preemptions:
             return max(0, min(remaining, time, tokens))
@@ -219,7 +219,7 @@ def prefill_step(
         new_blocks[place, : len(added)] = added
     data_index = _int32(chunk.data_index for chunk in chunks)
     starts, counts = _int32(s.num_tokens for s in sequences), _int32(chunk.num_tokens for chunk in chunks)
-    ends = starts + counts
+    completes = starts + counts == _int32(s.prefill_len for s in sequences)
     return PrefillStep(
         bucket=bucket,
         sequences=sequences,
@@ -231,8 +231,9 @@ def prefill_step(
         starts=starts,
         num_new_tokens=counts,
         tokens=tokens,
-        completes=ends == _int32(map(len, sequences)),
-        captures=prefix.prefill_captures(sequences, ends),
+        completes=completes,
+        samples=completes & np.fromiter((not s.output_token_ids for s in sequences), np.bool_),
+        captures=prefix.prefill_captures(sequences, starts + counts),
     )
 
 

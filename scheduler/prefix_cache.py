@@ -61,7 +61,7 @@ class PrefixCache:
         """The furthest position from which the sequence can go on; at least one token is left to compute."""
         if not self.enabled or not sequence.reuse:
             return NO_HIT
-        most = len(sequence) - 1
+        most = sequence.prefill_len - 1
         if sequence.most_cached_tokens is not None:
             most = min(most, sequence.most_cached_tokens)
         blocks: list[int] = []

@@ -28,8 +28,8 @@ class Scheduler:
     of prompts, so neither starves behind the other and no prompt waits for a voting point (DB §15.2 traps 16–19).
 
     **Decode.** A sequence decodes in every plan unless the tokens that are surely on their way already fill its
-    limits (an EOS on its way cannot be known). It needs blocks for its text, the most that the steps in flight may
-    add, and the drafts.
+    limits (an EOS on its way cannot be known), or it waits for results in flight (`Sequence.waits_for_results`). It
+    needs blocks for its text, the most that the steps in flight may add, and the drafts.
 
     **Prefill.** Started prompts go on, oldest first; then new ones start in order of arrival, each on the data index
     with the least work that has a slot and blocks for the chunk. The first that finds no place ends the admission:
@@ -45,8 +45,8 @@ class Scheduler:
     hold blocks the one that arrived last gives way, the one that decodes itself if it is that one. (DeepInfer takes
     the one with most output, and also when no block is needed: DB §5.5, §15.2 trap 22.) A sequence whose blocks older
     ones hold too would free nothing, and is passed over. A started prompt that finds no younger one waits; a new one
-    never preempts. The victim gives all up and is computed again, prompt and output, from its place in the order of
-    arrival, as soon as all blocks for that are free; the results of its steps in flight are dropped. It finds again
+    never preempts. The victim gives all up and is computed again (`Sequence.prefill_len`), from its place in the order
+    of arrival, as soon as all blocks for that are free; the results of its steps in flight are dropped. It finds again
     what is still cached of it. With `stop_preempted_request` it finishes instead.
 
     **Hand-over.** An imported sequence starts like any other, in the order of arrival, but its prompt is computed: it
@@ -309,6 +309,7 @@ class Scheduler:
             sequence
             for sequence in self._holders.running
             if sequence.schedulable
+            and not (sequence.waits_for_results and sequence.num_inflight_steps)
             and len(sequence.output_token_ids) + sequence.num_inflight_steps < sequence.output_limit
         ]
         short = [s for s in self._decoding if s.num_tokens + lookahead > len(s.block_table) * tokens_per_block]
@@ -371,10 +372,11 @@ class Scheduler:
         if not chunks:
             return None, tuple(restores)
         step = prefill_step(self.buckets, shape, chunks, first_new_blocks, self._prefix)
-        for chunk, completes in zip(chunks, step.completes.tolist(), strict=True):
+        flags = zip(step.completes.tolist(), step.samples.tolist(), strict=True)
+        for chunk, (completes, samples) in zip(chunks, flags, strict=True):
             chunk.sequence.num_tokens = chunk.end
+            chunk.sequence.num_inflight_steps += samples
             if completes:
-                chunk.sequence.num_inflight_steps += 1
                 self._complete(chunk.sequence)
         return step, tuple(restores)
 

@@ -96,6 +96,8 @@ class Sequence:
         state_id: its slot within its data index, -1 while it holds none.
         data_index: where its blocks and its slot are, -1 while it holds none.
         schedulable: False keeps it out of every plan; it keeps what it holds and delays nobody.
+        waits_for_results: it decodes only when all its results are booked, as what its next step must do depends on
+            them; it sits out the overlapped step, and keeps what it holds.
         num_preemptions: how often it lost its place and must be, or was, computed again.
         arrival: its number in the order in which the scheduler got the sequences.
         output_limit: output tokens after which it stops at the latest, by max_tokens or max_model_len.
@@ -128,6 +130,7 @@ class Sequence:
     state_id: int = -1
     data_index: int = -1
     schedulable: bool = True
+    waits_for_results: bool = False
     num_preemptions: int = 0
     arrival: int = -1
     output_limit: int = field(init=False)
@@ -156,6 +159,15 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.output_token_ids)
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens that prefill steps compute: the prompt, and after a preemption the output without its last token.
+
+        That one is the first decode step's, as if nothing had happened: how a token is drawn may depend on where the
+        step began that gave it (its drafts do), so a sequence goes on exactly where a step had ended.
+        """
+        return len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0)
 
     @property
     def last_token_id(self) -> int:

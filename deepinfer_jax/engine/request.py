@@ -70,7 +70,7 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
     """What the host says about each row of a prefill, arrays [rows].
 
     next_token is the prompt's token after the new ones: the target of the last new token's log-probability. kept_from
-    counts from the end of the sequence as it is now, after a preemption with its output.
+    counts from the end of what prefill steps compute, after a preemption with output.
 
     Arguments:
         keep_tokens: `EngineLimits.keep_tokens`.
@@ -83,16 +83,17 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
         "banned": np.asarray(
             [p.eos_id if p.first_n_token_no_eos == 1 and s.output_len == 0 else -1 for s, p, _ in rows], np.int32
         ),
-        "forced": np.asarray([p.forced_token(s.output_len) for s, p, _ in rows], np.int32),
+        # After a preemption the last token is known; the step takes it as if it had sampled it.
+        "forced": np.asarray([s.last_token_id if s.output_len else p.forced_token(0) for s, p, _ in rows], np.int32),
         "next_token": np.asarray(
             [s.prompt_token_ids[end] if end < s.prompt_len else 0 for s, _, end in rows], np.int32
         ),
-        "wants_top": step.completes & np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
+        "wants_top": step.samples & np.asarray([p.top_logprobs > 0 for p in params], np.bool_),
         "wants_prompt_logprobs": np.asarray(
             [p.prompt_logprobs and s.output_len == 0 and s.prompt_len > 1 for s, p, _ in rows], np.bool_
         ),
         "kept_from": np.asarray(
-            [0 if keep_tokens is None else max(len(s) - keep_tokens, 0) for s in step.sequences], np.int32
+            [0 if keep_tokens is None else max(s.prefill_len - keep_tokens, 0) for s in step.sequences], np.int32
         ),
     }
 

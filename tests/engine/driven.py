@@ -79,6 +79,7 @@ class Driven:
                 num_new_tokens=np.full(len(rows), stop - start, np.int32),
                 tokens=tokens,
                 completes=np.full(len(rows), stop == end),
+                samples=np.full(len(rows), stop == end),
                 **self._common(rows, start, stop, CHUNK // TOKENS_PER_BLOCK),
             )
             found = self.runner.prefill(step, sampling(rows)).result()

@@ -46,10 +46,15 @@ class AnyTraffic(RuleBasedStateMachine):
         self.twin = Twin(scheduler, seed=data.draw(st.integers(0, 3)))
         self.depth = data.draw(st.integers(1, 2))
 
-    @rule(prompt_len=st.integers(1, MAX_MODEL_LEN + 2), max_tokens=st.integers(1, 30), schedulable=st.booleans())
-    def add(self, prompt_len: int, max_tokens: int, schedulable: bool) -> None:
+    @rule(
+        prompt_len=st.integers(1, MAX_MODEL_LEN + 2),
+        max_tokens=st.integers(1, 30),
+        schedulable=st.booleans(),
+        waits=st.booleans(),
+    )
+    def add(self, prompt_len: int, max_tokens: int, schedulable: bool, waits: bool = False) -> None:
         sequence = make_sequence(len(self.twin.sequences), prompt_len, max_tokens, max_model_len=MAX_MODEL_LEN)
-        sequence.schedulable = schedulable
+        sequence.schedulable, sequence.waits_for_results = schedulable, waits
         refused = self.twin.scheduler.refusal(prompt_len, max_tokens)
         self.twin.add(sequence)
         assert (sequence.status == SequenceStatus.FINISHED_IGNORED) == (refused is not None)

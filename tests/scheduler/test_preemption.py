@@ -45,6 +45,27 @@ def test_a_preempted_sequence_starts_again_once_all_its_blocks_are_free() -> Non
     assert young.num_preemptions == 1
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_preempted_sequence_goes_on_with_the_decode_step_that_it_would_have_had(num_drafts: int) -> None:
+    """All but its last token is computed again, and no prefill step gives it a token."""
+    twin = Twin(make_scheduler(num_blocks=8, tokens_per_block=4, num_drafts=num_drafts))
+    twin.add(endless(0, 4))
+    young = twin.add(endless(1, 4))
+    while not young.num_preemptions:
+        twin.step()
+    told = young.output_len
+    assert told and young.prefill_len == 4 + told - 1
+    while young.status == SequenceStatus.WAITING:
+        plan = twin.step()
+        assert young.output_len == told
+    assert plan.prefill is not None
+    row = plan.prefill.sequences.index(young)
+    assert (plan.prefill.completes[row], plan.prefill.samples[row]) == (True, False)
+    assert young.num_tokens == len(young) - 1
+    assert decoded(twin.step()) == [1] and young.output_len > told
+    twin.drain()
+
+
 def test_a_preempted_sequence_keeps_its_place_in_the_order_of_arrival() -> None:
     twin, _, young = two_of_which_one_must_give_way()
     while not young.num_preemptions:

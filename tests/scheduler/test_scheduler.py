@@ -212,6 +212,20 @@ def test_a_running_sequence_held_back_sits_out_and_keeps_its_place() -> None:
 # The protocol of plans
 
 
+def test_a_sequence_that_waits_for_its_results_sits_out_the_overlapped_plan_and_the_others_do_not() -> None:
+    twin = Twin(make_scheduler())
+    twin.add(endless(0, 4))
+    waiting = twin.add(endless(1, 4))
+    waiting.waits_for_results = True
+    plans = []
+    for _ in range(6):
+        plans.append(decoded(twin.launch()))
+        if len(twin.in_flight) == 2:
+            twin.land()
+    assert plans == [[], [0], [0], [0, 1], [0], [0, 1]]
+    twin.drain(depth=2)
+
+
 def test_arrays_are_shared_while_the_same_rows_decode_and_cannot_be_written() -> None:
     twin = Twin(make_scheduler(tokens_per_block=8))
     for seq_id in range(3):

@@ -277,6 +277,8 @@ class Twin:
         """Its prompt is computed, and its results in flight may leave something to generate."""
         if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.decodes:
             return False
+        if sequence.waits_for_results and self._in_flight(sequence):
+            return False
         output = sequence.output_len + len(self._in_flight(sequence))  # each step gives at least one
         return output < sequence.max_tokens and sequence.prompt_len + output <= sequence.max_model_len
 
@@ -288,7 +290,7 @@ class Twin:
                 if step and sequence in step.sequences and sequence not in step.dropped:
                     if isinstance(step, DecodeStep):
                         most.append(self.scheduler.lookahead)
-                    elif step.completes[step.sequences.index(sequence)]:
+                    elif step.samples[step.sequences.index(sequence)]:
                         most.append(1)
         return most
 

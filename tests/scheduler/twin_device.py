@@ -160,12 +160,17 @@ class Device:
         new = step.tokens[index].tolist()
         text = sequence.prompt_token_ids.tolist() + sequence.output_token_ids
         assert new == text[start : start + count] + [0] * (step.bucket.time - count)
-        assert step.completes[index] == (start + count == len(text))
+        goes_on = bool(sequence.output_token_ids)  # after a preemption: the last token is the decode step's
+        assert step.completes[index] == (start + count == len(text) - goes_on)
+        assert step.samples[index] == (step.completes[index] and not goes_on)
         assert len(slot.text) == start, "chunks follow each other"
         self._write(sequence, slot, start, new[:count])
         slot.text = self._read(step, index, slot, start + count)
         assert slot.text == text[: start + count], "a row reads its own tokens"
         if not step.completes[index]:
+            return []
+        if goes_on:
+            slot.text.append(text[-1])
             return []
         slot.text.append(next_token(slot.text))
         return slot.text[-1:]
