@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
+from deepinfer_jax.engine.diagnosis import explain_failures
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.garbage import collector_paused
 from deepinfer_jax.engine.handover import SequenceState, check_state, computed_state
@@ -58,6 +59,7 @@ class LLMEngine:
         self._image_token_id = parts.image_token_id
         self._identity = parts.identity
         self._runner = parts.runner
+        self._diagnose = parts.diagnose
         self._poison = env.POISON_FREED_STATE
         self._scheduler = Scheduler(
             buckets=parts.buckets,
@@ -351,6 +353,7 @@ class LLMEngine:
         self._closed = True
         for kept in (self._open, self._computed, self._ready, self._launched):
             kept.clear()
+        self._diagnose = None  # it holds the parameters
         self._runner.close()
 
     def _check_open(self) -> None:
@@ -392,6 +395,8 @@ class LLMEngine:
             if isinstance(step, PrefillStep):
                 keep_prompt_logprobs(step, result)
             taken = self._scheduler.update(step, result.tokens, result.counts, result.finite, states)
+            if not result.finite.all():
+                explain_failures(step, result, taken, self._diagnose)
             outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens)
             self._stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, PrefillStep):

@@ -11,6 +11,7 @@ from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
+from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.engine.handover import StateIdentity, state_identity
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -42,6 +43,7 @@ class EngineParts:
         runner: the compiled programs.
         prefix_caching: whether beginnings of earlier requests are reused.
         identity: what another engine must have in common to take a sequence over; None for a NORMAL engine.
+        diagnose: why a row's logits are no distribution; None: nobody can say.
     """
 
     tokenizer: Any
@@ -53,6 +55,7 @@ class EngineParts:
     runner: Runner
     prefix_caching: bool = False
     identity: StateIdentity | None = None
+    diagnose: Diagnose | None = None
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
@@ -127,6 +130,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         ),
         prefix_caching=prefix_caching(args, limits),
         identity=identity,
+        diagnose=make_diagnosis(params, config, args.precision, kernels),
     )
 
 

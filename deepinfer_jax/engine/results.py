@@ -24,6 +24,8 @@ def token_outputs(
 ) -> list[RequestOutput]:
     """The outputs of the rows that took tokens or failed, in the order of the step.
 
+    Of a failed row the request says why (`explain_failures`).
+
     Arguments:
         pushed: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
     """
@@ -37,7 +39,7 @@ def token_outputs(
     for row, count in pushed:
         sequence = sequences[row]
         if count == 0:
-            append(_failed(sequence, budget))
+            append(output_without_token(sequence, budget))
             continue
         request_id, prompt_len = sequence.request_id, len(sequence.prompt_token_ids)
         row_tokens, row_logprobs = tokens[row], logprobs[row]
@@ -75,14 +77,6 @@ def output_without_token(sequence: Sequence, max_num_batched_tokens: int) -> Req
         num_output_tokens=sequence.output_len + 1,
         message=f"request {sequence.request_id}: {sequence.request.error or _reason(sequence)}",
     )
-
-
-def _failed(sequence: Sequence, max_num_batched_tokens: int) -> RequestOutput:
-    sequence.request.error = (
-        f"the model's logits after position {len(sequence) - 1} are not finite; "
-        "look at the checkpoint's weights with forward(..., capture=...)"
-    )
-    return output_without_token(sequence, max_num_batched_tokens)
 
 
 def _reason(sequence: Sequence) -> str:

@@ -22,7 +22,8 @@ class Sampled(NamedTuple):
         tokens: int32 [rows].
         accepted: bool [rows]: the token is the row's draft, as the rule of verification wants it; false without one.
         logprobs: float32 [rows], of the target's distribution, at least MIN_LOGPROB.
-        finite: bool [rows], false where the logits held NaN or +inf or were all -inf.
+        finite: bool [rows], false where the logits are no distribution: they held NaN or +inf, or were all -inf, or
+            all zero, as only a final state or a head of zeros makes them (memory that nobody wrote).
         top_tokens, top_logprobs: int32 and float32 [rows, num_top], descending, lowest id on ties.
     """
 
@@ -52,8 +53,8 @@ def sample(
     `wants_top`, bool [], the lists of the `num_top` likeliest tokens only where it holds (zeros otherwise).
     """
     with jax.named_scope("sample"):
-        best = jnp.max(logits, axis=-1)
-        finite = jnp.isfinite(best)  # a maximum carries NaN along
+        best, all_zero = jnp.max(logits, axis=-1), jnp.all(logits == 0, axis=-1)
+        finite = jnp.isfinite(best) & ~all_zero  # a maximum carries NaN along
         vocab = logits.shape[-1]
         banned = jnp.where(rows.banned >= 0, rows.banned, vocab)  # a negative index would wrap (A19)
         logits = logits.at[jnp.arange(logits.shape[0]), banned].set(-jnp.inf, mode="drop")

@@ -120,11 +120,13 @@ def _dense(
     up = round_to(matmul(x, m3.reshape(experts * inner, hidden)), x.dtype).reshape(-1, experts, inner)
     picked = ids[:, :, None] == jnp.arange(experts)  # [tokens, k, experts]
     weight = jnp.sum(jnp.where(picked, weights[:, :, None], 0.0), axis=1)  # [tokens, experts]
-    z = jnp.where(jnp.any(picked, axis=1)[..., None], swiglu(gate, up, weight, limit), 0)
+    served = jnp.any(picked, axis=1)[..., None]  # [tokens, experts, 1]
+    z = jnp.where(served, swiglu(gate, up, weight, limit), 0)
     if quantize_input:
         z = fake_quant_fp8(z)
     out = round_to(batched_matmul(jnp.swapaxes(z, 0, 1), m2), x.dtype)  # [experts, tokens, hidden]
-    return ordered_sum(jnp.swapaxes(out, 0, 1))
+    # Zero times a NaN in the matrix of an expert would be NaN in tokens that never asked for it.
+    return ordered_sum(jnp.where(served, jnp.swapaxes(out, 0, 1), 0))
 
 
 def _pair_by_pair(

@@ -52,6 +52,7 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
         for row, (sequence, count) in enumerate(zip(sequences[:3], (3, 2, 3), strict=True))
     ]
     sequences[3].status = SequenceStatus.FINISHED_FAILED
+    sequences[3].request.error = "no distribution"
     step: Any = SimpleNamespace(sequences=sequences)
     counts = np.asarray([3, 2, 3, 0], np.int32)
     outputs = token_outputs(step, results(tokens, counts=counts), [*taken, (3, 0)], 64)
@@ -73,7 +74,7 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
     assert all(output.max_num_batched_tokens == 64 and output.prompt_len == 3 for output in outputs)
     failed = outputs[7]
     assert (failed.request_id, failed.finish_reason, failed.token_id) == ("bad", "logits_not_finite", 7)
-    assert "after position 3 are not finite" in failed.message
+    assert failed.message == "request bad: no distribution"
 
 
 def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:

@@ -77,8 +77,9 @@ def test_a_banned_id_is_never_produced_but_may_be_forced() -> None:
 
 def test_rows_without_a_distribution_are_marked() -> None:
     inf, nan = np.inf, np.nan
-    logits = jnp.float32([[0, nan, 1], [0, inf, 1], [-inf, -inf, -inf], [-inf, 0, 1]])
-    assert sample_jit(logits, make_rows(4)).finite.tolist() == [False, False, False, True]
+    bad = [[0, nan, 1], [0, inf, 1], [-inf, -inf, -inf], [0, -0.0, 0]]
+    good = [[-inf, 0, 1], [1e-30, 0, 0], [5, 5, 5]]
+    assert sample_jit(jnp.float32(bad + good), make_rows(7)).finite.tolist() == [False] * 4 + [True] * 3
 
 
 @pytest.mark.parametrize(
