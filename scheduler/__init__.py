@@ -10,9 +10,11 @@ from .buckets import Bucket, BucketTable, bucket_table
 from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
+from .verification import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 
 __all__ = [
     "FINISH_REASONS",
+    "AcceptanceCounts",
     "Allocation",
     "BlockManager",
     "Bucket",
@@ -22,11 +24,15 @@ __all__ = [
     "Imported",
     "PrefillStep",
     "Restore",
+    "RowBudget",
     "Scheduler",
     "Sequence",
     "SequenceStatus",
     "StepPlan",
+    "StepTimes",
     "blocks_for",
     "blocks_per_decode",
     "bucket_table",
+    "choose_budget",
+    "confidences",
 ]
