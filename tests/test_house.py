@@ -18,7 +18,7 @@ def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("package", ["scheduler", "tokenization"])
+@pytest.mark.parametrize("package", ["scheduler", "tokenization", "structured"])
 def test_the_package_leaves_jax_alone(package: str) -> None:
     done = run_python(f"import sys, deepinfer_jax.{package}; print('jax' in sys.modules)")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -1,0 +1,194 @@
+"""JSON Schemas: what is wrong with one, all at once and with the place, and one whose objects are closed.
+
+The grammar library passes over keywords that it does not know, so that a misspelt `maxLenght` would silently allow
+everything; and of those that it knows and cannot enforce it names the first, without its place.
+"""
+
+import copy
+import difflib
+import json
+from collections.abc import Iterator, Set
+from typing import Any
+from urllib.parse import unquote
+
+_ONE = ("items", "additionalProperties", "additionalItems")
+"""Keywords whose value is a schema."""
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+"""Keywords whose value is a list of schemas."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value is an object of schemas."""
+_FOR_ANY = ("type", "enum", "const", "$ref")
+_FOR_OBJECTS_AND_ARRAYS = ("required", "minProperties", "maxProperties", "minItems", "maxItems")
+_FOR_STRINGS = ("minLength", "maxLength", "pattern", "format")
+_FOR_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+ENFORCED = frozenset((*_ONE, *_LISTS, *_MAPS, *_FOR_ANY, *_FOR_OBJECTS_AND_ARRAYS, *_FOR_STRINGS, *_FOR_NUMBERS))
+_NAMES = ("$schema", "$id", "id", "$anchor", "$comment", "$vocabulary")
+_ANNOTATIONS = ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
+_CONTENT = ("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml")
+_WITHOUT_EFFECT = frozenset((*_NAMES, *_ANNOTATIONS, *_CONTENT))
+"""Keywords of JSON Schema and OpenAPI that allow and forbid nothing."""
+_CONDITIONS = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "nullable")
+_COUNTS = ("contains", "minContains", "maxContains", "uniqueItems")
+_NAMES_OF_OTHERS = ("propertyNames", "unevaluatedProperties", "unevaluatedItems")
+_DYNAMIC = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
+UNENFORCED = frozenset((*_CONDITIONS, *_COUNTS, *_NAMES_OF_OTHERS, *_DYNAMIC))
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
+_OBJECT_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
+
+
+def parsed_schema(text: str) -> Any:
+    """The schema that a JSON text holds. Raises ValueError if it is no JSON."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("the JSON Schema is nested too deeply to be read") from None
+    except ValueError as error:
+        raise ValueError(f"the JSON Schema is no JSON: {error}") from None
+
+
+def checked_schema(schema: Any, *, closed: bool) -> Any:
+    """The schema for the grammar library: without what changes nothing, and with every object either closed or open.
+
+    Arguments:
+        closed: an object schema that lists properties allows no others, unless it says so by additionalProperties
+            (DeepInfer's strict mode). Where several schemas hold of one object, none is closed: each would forbid what
+            the others ask for.
+
+    Raises ValueError for a schema that is no JSON Schema, and one that lists, with their places, all keywords that are
+    unknown or that no grammar here enforces.
+    """
+    try:
+        if problems := list(_problems(schema, "#", old=_is_old(schema))):
+            raise ValueError("the JSON Schema cannot be enforced: " + "; ".join(problems))
+        result = copy.deepcopy(schema)
+        joint_refs = _joint_refs(schema)
+        for _, part, joint in list(_walk(result, joint_refs)):
+            part.pop("uniqueItems", None)  # false: the check leaves no other
+            if ("properties" in part or "patternProperties" in part) and "additionalProperties" not in part:
+                part["additionalProperties"] = not closed or joint or any(key in part for key in (*_BRANCHES, "$ref"))
+        return result
+    except RecursionError:
+        raise ValueError("the JSON Schema is nested too deeply to be read") from None
+
+
+def _problems(schema: Any, place: str, *, old: bool) -> Iterator[str]:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        yield f"{place} must be a schema, an object or a boolean, and is {_short(schema)}"
+        return
+    for key, value in schema.items():
+        if key in UNENFORCED:
+            if key != "uniqueItems" or value is not False:
+                yield f"{key!r} at {place} is not supported"
+        elif key not in ENFORCED and key not in _WITHOUT_EFFECT and not key.startswith("x-"):
+            near = difflib.get_close_matches(key, ENFORCED | UNENFORCED | _WITHOUT_EFFECT, n=1)
+            yield f"unknown keyword {key!r} at {place}" + (f" (did you mean {near[0]!r}?)" if near else "")
+        elif key == "x-guidance":
+            yield f"{key!r} at {place} is not supported"
+        elif key == "items" and isinstance(value, list):
+            if not old:
+                yield f"'items' at {place} is a list; that is called 'prefixItems' since draft 2020-12"
+            for index, part in enumerate(value):
+                yield from _problems(part, f"{place}/{key}/{index}", old=old)
+    if problem := _lost_bound(schema):
+        yield f"{problem} at {place} is not supported"
+    for key, name, part in _parts(schema):
+        if key in _LISTS and not isinstance(schema[key], list):
+            yield f"{key!r} at {place} must be a list of schemas and is {_short(schema[key])}"
+        elif key in _MAPS and not isinstance(schema[key], dict):
+            yield f"{key!r} at {place} must be an object of schemas and is {_short(schema[key])}"
+        else:
+            yield from _problems(part, _within(place, key, name), old=old)
+
+
+def _lost_bound(schema: dict[str, Any]) -> str | None:
+    """Where the library would allow the bound itself: `exclusiveMinimum` 1 with `maximum` 1.5 lets "1" through.
+
+    It does so if the bound is an integer and all other numbers allowed begin with its digits.
+    """
+    for sign, bound_key, other_keys in (
+        (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = schema.get(bound_key)
+        for other_key in other_keys:
+            other = schema.get(other_key)
+            if not isinstance(bound, (int, float)) or not isinstance(other, (int, float)):
+                continue
+            if 0 <= sign * bound < sign * other < sign * bound + 1 and bound == int(bound):
+                return f"{bound_key!r} {bound} with {other_key!r} {other}"
+    return None
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
+    """The schemas directly within one: keyword, name or index there if there are several, schema."""
+    for key, value in schema.items():
+        if key in _LISTS and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield key, index, part
+        elif key in _MAPS and isinstance(value, dict):
+            for name, part in value.items():
+                yield key, name, part
+        elif (key in _ONE and not isinstance(value, list)) or key in _LISTS or key in _MAPS:
+            yield key, None, value
+
+
+def _walk(
+    schema: Any, joint_refs: Set[str] = frozenset(), place: str = "#", joint: bool = False
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """All object schemas within one, itself first: place, schema, and whether others hold of the same values.
+
+    Arguments:
+        joint_refs: places of which others say that by a `$ref`.
+    """
+    if not isinstance(schema, dict):
+        return
+    joint = joint or place in joint_refs
+    yield place, schema, joint
+    together = joint or _is_one_of_several(schema)
+    for key, name, part in _parts(schema):
+        branch = key in _BRANCHES and (together or (key == "allOf" and len(schema[key]) > 1))
+        yield from _walk(part, joint_refs, _within(place, key, name), branch)
+
+
+def _joint_refs(schema: Any) -> set[str]:
+    """Places of the schemas that hold together with others because a `$ref` says so, directly or through others."""
+    found: set[str] = set()
+    while True:
+        new = {
+            unquote(part["$ref"])
+            for _, part, joint in _walk(schema, found)
+            if isinstance(part.get("$ref"), str) and (joint or _is_one_of_several(part))
+        }
+        if new <= found:
+            return found
+        found |= new
+
+
+def _is_one_of_several(schema: dict[str, Any]) -> bool:
+    """Whether what a branch of this schema says of an object is said together with what its other keywords say."""
+    branches = [key for key in (*_BRANCHES, "$ref") if key in schema]
+    return len(branches) > 1 or (bool(branches) and not _OBJECT_KEYWORDS.isdisjoint(schema))
+
+
+def _within(place: str, key: str, name: str | int | None) -> str:
+    """The JSON pointer of a part."""
+    if name is None:
+        return f"{place}/{key}"
+    return f"{place}/{key}/" + str(name).replace("~", "~0").replace("/", "~1")
+
+
+def _is_old(schema: Any) -> bool:
+    draft = schema.get("$schema") if isinstance(schema, dict) else None
+    return isinstance(draft, str) and any(old in draft for old in _OLD_DRAFTS)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "…"
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
