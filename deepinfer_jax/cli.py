@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
+from deepinfer_jax.engine.outputs import RequestOutput, answer_ids, answer_text
 
 _MAX_NUM_SEQS = 256  # more prompts than this take turns
 
@@ -76,7 +76,7 @@ def generate(
         progress = sys.stderr.isatty() and len(prompts) > 1
         results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=progress)  # type: ignore[assignment]
         for given, outputs in zip(prompts, results, strict=True):
-            text = llm.get_tokenizer().decode(answer_ids(outputs))
+            text = answer_text(outputs, llm.get_tokenizer().decode)
             typer.echo(_as_json(given, text, outputs) if json_lines else given + text)
         if llm.last_errors:
             raise ValueError("; ".join(llm.last_errors.values()))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput, answer_ids
+from deepinfer_jax.engine.outputs import RequestOutput, answer_text
 from deepinfer_jax.engine.prompts import encode_text, token_ids
 from deepinfer_jax.engine.request import own_params
 from deepinfer_jax.engine.sampling_params import SamplingParams
@@ -152,7 +152,7 @@ class LLM:
         if not self.decode_sequence:
             return results
         decode = self.get_tokenizer().decode
-        return [decode(answer_ids(outputs, strip_eos=strip_eos)) for outputs in results]
+        return [answer_text(outputs, decode, strip_eos=strip_eos) for outputs in results]
 
     def _check(self, source: Any, is_text: bool, params: SamplingParams) -> _Checked:
         ids = np.empty(0, np.int64)

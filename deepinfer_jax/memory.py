@@ -16,7 +16,13 @@ from pathlib import Path
 import jax
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.memory_parts import SLOT_TABLE_BYTES, checkpoint_bytes, state_bytes, temporary_bytes, weight_bytes
+from deepinfer_jax.memory_parts import (
+    checkpoint_bytes,
+    slot_table_bytes,
+    state_bytes,
+    temporary_bytes,
+    weight_bytes,
+)
 
 _CONTEXTS = (1 << 10, 1 << 12, 1 << 15, 1 << 17, 1 << 20)
 # What a container may use, and uses: cgroup version 2, then 1.
@@ -229,7 +235,7 @@ class _Sizes:
             **self.weights,
             **{name: num_blocks * size for name, size in block.items()},
             **{name: self.slots * size for name, size in slot.items()},
-            "slot table": self.slots * SLOT_TABLE_BYTES,
+            "slot table": self.slots * slot_table_bytes(self.config.text.vocab_size, self.num_drafts),
             "block tables": self.slots * self.blocks(length) * 4,
             "snapshots": 0,  # they lie in host memory (`EngineArgs.snapshot_memory_bytes`)
             "draft log-probabilities": self.slots * self.num_drafts * self.config.text.vocab_size * 4,

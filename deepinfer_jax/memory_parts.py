@@ -16,11 +16,9 @@ from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
 from deepinfer_jax.paged_cache import state_specs
+from deepinfer_jax.sampling import MAX_EDITS
 from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.sharding import DATA, EXPERT, param_sharding, placed_shape
-
-SLOT_TABLE_BYTES = 5 * 4 + 1 + 8
-"""Of a slot: length, last token, temperature, top_p and top_k of 4 bytes each, greedy of 1, seed of 8."""
 
 # What `PagedCache` calls its parts, in words.
 _STATE_NAMES = {
@@ -98,6 +96,12 @@ def state_bytes(
     for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
         sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(rollback)
     return dict(sizes["block"]), dict(sizes["slot"])
+
+
+def slot_table_bytes(vocab_size: int, num_drafts: int) -> int:
+    """Of a slot: length, last token, top_k and six parameters of sampling of 4 bytes each, four flags, a seed of 8;
+    edits of 12 bytes each, a count of each id, and a mask of the ids for each row of a decode step."""
+    return 9 * 4 + 4 + 8 + 12 * MAX_EDITS + 4 * vocab_size + (1 + num_drafts) * 4 * -(-vocab_size // 32)
 
 
 def temporary_bytes(

@@ -1,5 +1,6 @@
 """One request while the engine holds it: its tokens, its place in the cache, and when it stops."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -84,6 +85,10 @@ class Sequence:
         prompt_token_ids: int32 [prompt_len], prompt_len >= 1.
         max_tokens: output tokens after which it stops, at least 1.
         eos_id: the id that stops it, unless `ignore_eos`.
+        stop_token_ids: further ids that stop it.
+        stop_text: of its output, the text that stops it and that the last token completed; None if it did not. Asked
+            after every token. None: no text stops it.
+        stop_reason: of a stopped one, the id or the text; None of EOS.
         max_model_len: it stops once prompt and output together exceed this many tokens.
         user_id: the caller's label; no rule depends on it.
         arrival_time: seconds of time.perf_counter at submission, for statistics; no rule depends on it.
@@ -120,6 +125,9 @@ class Sequence:
     eos_id: int
     max_model_len: int
     ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_text: Callable[[list[int]], str | None] | None = None
+    stop_reason: int | str | None = None
     user_id: str = ""
     arrival_time: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
@@ -144,8 +152,10 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     published: list[tuple[int, int, bytes]] = field(default_factory=list)
+    _stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._stop_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else {self.eos_id})
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.
         self.output_limit = min(self.max_tokens, self.max_model_len + 1 - self.prompt_len)
 
@@ -199,20 +209,30 @@ class Sequence:
     def append_tokens(self, token_ids: list[int]) -> int:
         """Takes generated tokens up to the first after which a rule stops it (DB §1.7); returns how many.
 
-        After each token: is it EOS, is the length above max_model_len, is the output max_tokens long.
+        After each token: does it stop the sequence, is the length above max_model_len, is the output max_tokens long.
         The length may thus reach max_model_len + 1.
         """
         output = self.output_token_ids
         room = self.output_limit - len(output)
-        if self.eos_id in token_ids and not self.ignore_eos:
-            end = token_ids.index(self.eos_id) + 1
-            if end <= room:  # EOS is asked first: also the last token that there is room for stops with "stop"
-                output += token_ids[:end]
-                self.status = SequenceStatus.FINISHED_STOPPED
-                return end
-        if len(token_ids) < room:
+        count = self._append_to_stop(token_ids if len(token_ids) <= room else token_ids[:room])
+        if self.status is not SequenceStatus.FINISHED_STOPPED and count == room:
+            self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        return count
+
+    def _append_to_stop(self, token_ids: list[int]) -> int:
+        """Takes tokens up to the first that stops it, if one does; returns how many."""
+        output = self.output_token_ids
+        if self.stop_text is None and self._stop_ids.isdisjoint(token_ids):
             output += token_ids
             return len(token_ids)
-        output += token_ids[:room]
-        self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-        return room
+        for count, token in enumerate(token_ids, start=1):
+            output.append(token)
+            if token in self._stop_ids:
+                self.stop_reason = None if token == self.eos_id and not self.ignore_eos else token
+            elif self.stop_text is None or (text := self.stop_text(output)) is None:
+                continue
+            else:
+                self.stop_reason = text
+            self.status = SequenceStatus.FINISHED_STOPPED
+            return count
+        return len(token_ids)

@@ -118,7 +118,9 @@ def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> N
     params = jax.eval_shape(lambda key: init_params(TINY_CONFIG, key, precision=precision), jax.random.key(0))
     declared = paged_state(TINY_CONFIG, precision, tokens_per_block=4)
     cache = jax.eval_shape(lambda: init_pools(declared, shape))
-    table = jax.eval_shape(lambda: init_slot_table(shape, width=TINY_CONFIG.text.max_position_embeddings // 4))
+    table = jax.eval_shape(
+        lambda: init_slot_table(shape, TINY_CONFIG.text.max_position_embeddings // 4, TINY_CONFIG.text.vocab_size)
+    )
     assert sum(plan.parts[name] for name in WEIGHTS) == _nbytes(params)
     assert sum(plan.parts[name] for name in STATE) == _nbytes(cache)
     assert plan.parts["slot table"] + plan.parts["block tables"] == _nbytes(table)

@@ -25,6 +25,7 @@ from deepinfer_jax.engine.request import Request, check_request_id, own_params
 from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
+from deepinfer_jax.engine.stop_texts import StopTexts
 from deepinfer_jax.engine.values import number
 from deepinfer_jax.scheduler import Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
@@ -135,6 +136,8 @@ class LLMEngine:
         params = own_params(sampling_params)
         params.eos_id = self.tokenizer.eos_token_id
         try:
+            if params.n != 1:
+                raise ValueError(f"a request is one completion, got n={params.n}; LLM.generate gives several")
             self.check_params(params)
             ids = token_ids(prompt_token_ids)
         except ValueError as error:
@@ -236,6 +239,8 @@ class LLMEngine:
             eos_id=params.eos_id,
             max_model_len=self.limits.max_model_len,
             ignore_eos=params.ignore_eos,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            stop_text=StopTexts(self.tokenizer.decode, tuple(params.stop), params.min_tokens) if params.stop else None,
             # Of earlier tokens bounded replay leaves no windows in the consumer layers.
             most_cached_tokens=None if keep is None else max(prompt_len - keep, 0),
             request=Request(params, seed=seed, error=refusal or ""),
@@ -260,9 +265,11 @@ class LLMEngine:
         """Why `add_request` would drop a prompt with these ids, None if it would not."""
         if problem := id_problem(ids, self.vocab_size):
             return problem
-        golden = np.asarray(params.golden_token_ids or [], np.int64)
-        if problem := id_problem(np.maximum(golden, 0), self.vocab_size):
-            return f"golden_token_ids: {problem}"
+        golden = np.maximum(np.asarray(params.golden_token_ids or [], np.int64), 0)
+        named = {"golden_token_ids": golden, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, own in named.items():
+            if problem := id_problem(np.asarray(list(own if own is not None else ()), np.int64), self.vocab_size):
+                return f"{name}: {problem}"
         return None
 
     def length_problem(self, prompt_len: int, params: SamplingParams) -> str | None:
@@ -374,7 +381,7 @@ class LLMEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
-        self._launched += launch(self._runner, plan, self.limits, poison=self._poison)
+        self._launched += launch(self._runner, plan, self.limits, vocab_size=self.vocab_size, poison=self._poison)
         if plan.prefill is not None:
             self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
         self._stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)

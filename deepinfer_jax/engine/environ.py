@@ -130,9 +130,11 @@ class Environment:
     )
 
     # sampling
-    COMPUTE_SUM_SMALLER_PROBS = _not_yet(BOOLEAN, False, "return sum_smaller_probs")
-    SAMPLER_FORCE_TOPK = _not_yet(INTEGER, 0, "sample among so many largest logits only; 0: all")
-    DECODE_TOKEN_BLACKLIST = _not_yet(TEXT, "", "ids that are never generated, such as 0..3,7,10..12")
+    COMPUTE_SUM_SMALLER_PROBS = Variable(
+        BOOLEAN, False, "outputs have sum_smaller_probs, and nextn_logprobs of accepted drafts", "engine"
+    )
+    SAMPLER_FORCE_TOPK = Variable(INTEGER, 0, "sample among so many largest logits only; 0: all", "engine")
+    DECODE_TOKEN_BLACKLIST = Variable(TEXT, "", "ids that are never generated, such as 0..3,7,10..12", "engine")
 
     # drafts
     ENABLE_MTP_VARLEN = _not_yet(BOOLEAN, False, "verify as many drafts as the confidence head suggests")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
 from deepinfer_jax.engine.request import forced_tokens, prefill_columns, sampling_columns
 from deepinfer_jax.runtime.runner import InFlight, Runner
@@ -34,7 +35,7 @@ class Launched:
         return [] if self.states is None else self.states.rows()
 
 
-def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, poison: bool) -> list[Launched]:
+def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: int, poison: bool) -> list[Launched]:
     """Launches a plan: what others left behind is poisoned, earlier state comes back, then the prefill step, then the
     decode step; a snapshot is read before the next step can touch its slot."""
     if poison:
@@ -43,6 +44,7 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, poison: bool
             snapshot.fill(_POISON)
     if plan.restores:
         _restore(runner, plan.restores, limits.tokens_per_block)
+    write_adjustments(runner, plan, vocab_size)
     launched = []
     if plan.prefill is not None:
         result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens))

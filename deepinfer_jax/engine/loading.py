@@ -14,6 +14,7 @@ from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.engine.handover import StateIdentity, state_identity
+from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
 from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
@@ -75,6 +76,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"config.json has eos_token_id {config.eos_token_id}"
         )
     replay = bounded_replay(config, num_drafts())
+    options = sampler_options(config.text.vocab_size)
     devices = engine_devices(args)
     platform = devices[0].platform
     plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]), drafts=num_drafts())
@@ -126,6 +128,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             shape=shape,
             table_width=limits.blocks_per_sequence,
             mesh=mesh,
+            options=options,
             **runner_duties(args, limits),
         ),
         prefix_caching=prefix_caching(args, limits),

@@ -1,7 +1,10 @@
 """What the engine gives back: one object per emitted token (DB §1.6)."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from deepinfer_jax.engine.stop_texts import begin_of
 
 
 @dataclass(slots=True)
@@ -19,11 +22,13 @@ class RequestOutput:
             "logits_not_finite" and, from `LLM.generate(..., on_invalid="report")`, "invalid_prompt".
         finished: whether this is the request's last output.
         max_num_batched_tokens: the engine's constant.
-        token_logprobs: log-probability of the token under the processed distribution (temperature, top-p, top-k),
-            at least -9999; 1.0 if there is no token.
+        token_logprobs: log-probability of the token, of the distribution sampled from or of the model
+            (`SamplingParams.logprobs_mode`), at least -9999; 1.0 if there is no token.
         nextn_logprobs: 1.0, "invalid": this version verifies no drafts.
-        sum_smaller_probs: -1.0, "not computed".
-        top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long.
+        sum_smaller_probs: with DEEPINFER_COMPUTE_SUM_SMALLER_PROBS the probability of all that is less likely than the
+            token, or equally likely with an id up to its own; else -1.0.
+        top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long, and
+            behind them the token itself if it is not among them.
         num_output_tokens: output tokens up to this one, from 1.
         prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
         draft_tok: on the last output of a step, the rows verified in it: drafts + 1; else 0.
@@ -31,6 +36,8 @@ class RequestOutput:
         confidence_score: None: this version has no drafts.
         num_cached_tokens: ours: tokens of the prompt whose state was restored instead of computed, on the request's
             first output; else 0.
+        stop_reason: ours: with finish reason "stop", the id of `SamplingParams.stop_token_ids` or the text of `stop`
+            that ended the request; None: EOS did.
         message: ours: a sentence if the request failed, else "".
     """
 
@@ -51,6 +58,7 @@ class RequestOutput:
     accept_tok: int = 0
     confidence_score: list[float] | None = None
     num_cached_tokens: int = 0
+    stop_reason: int | str | None = None
     message: str = ""
 
     def clone(self) -> "RequestOutput":
@@ -65,8 +73,15 @@ class RequestOutput:
 
 
 def answer_ids(outputs: list[RequestOutput], *, strip_eos: bool = True) -> list[int]:
-    """The ids that a request's outputs hold, without the end-of-sequence token that ended it if `strip_eos`."""
+    """The ids that a request's outputs hold, without the one that ended it (EOS or a stop id) if `strip_eos`."""
     ids = [output.token_id for output in outputs if not output.message]
-    if strip_eos and outputs[-1].finish_reason == "stop":
+    if strip_eos and outputs[-1].finish_reason == "stop" and not isinstance(outputs[-1].stop_reason, str):
         ids.pop()
     return ids
+
+
+def answer_text(outputs: list[RequestOutput], decode: Callable[[list[int]], str], *, strip_eos: bool = True) -> str:
+    """The text of `answer_ids`, up to the text that ended it."""
+    ids, stop = answer_ids(outputs, strip_eos=strip_eos), outputs[-1].stop_reason
+    text = decode(ids)
+    return text[: begin_of(stop, text, decode(ids[:-1]))] if isinstance(stop, str) else text

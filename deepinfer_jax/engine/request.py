@@ -61,6 +61,13 @@ def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
         "greedy": np.asarray([p.greedy for p in params], np.bool_),
         "top_p": np.asarray([p.top_p for p in params], np.float32),
         "top_k": np.asarray([p.top_k for p in params], np.int32),
+        "min_p": np.asarray([p.min_p for p in params], np.float32),
+        "raw_logprobs": np.asarray([p.logprobs_mode == "raw_logprobs" for p in params], np.bool_),
+        "presence": np.asarray([p.presence_penalty for p in params], np.float32),
+        "frequency": np.asarray([p.frequency_penalty for p in params], np.float32),
+        "repetition": np.asarray([p.repetition_penalty for p in params], np.float32),
+        "edited": np.asarray([bool(p.edits(0)) for p in params], np.bool_),
+        "penalised": np.asarray([p.penalised for p in params], np.bool_),
         "seed_low": np.asarray([request.seed & 0xFFFFFFFF for request in requests], np.uint32),
         "seed_high": np.asarray([request.seed >> 32 for request in requests], np.uint32),
     }
@@ -79,10 +86,6 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
     ends = (step.starts + step.num_new_tokens).tolist()
     rows = list(zip(step.sequences, params, ends, strict=True))
     return sampling_columns(step.sequences) | {
-        # Only the first output, also when its step is computed again after preemption (DB §15.2 trap 27).
-        "banned": np.asarray(
-            [p.eos_id if p.first_n_token_no_eos == 1 and s.output_len == 0 else -1 for s, p, _ in rows], np.int32
-        ),
         # After a preemption the last token is known; the step takes it as if it had sampled it.
         "forced": np.asarray([s.last_token_id if s.output_len else p.forced_token(0) for s, p, _ in rows], np.int32),
         "next_token": np.asarray(

@@ -53,7 +53,7 @@ def token_outputs(
         last = outputs[-1]
         last.draft_tok, last.accept_tok = verified, accepted[row]
         if sequence.status is not running:
-            last.finish_reason, last.finished = sequence.finish_reason, True
+            last.finish_reason, last.finished, last.stop_reason = sequence.finish_reason, True, sequence.stop_reason
         if number == count:
             outputs[-count].prompt_logprobs = list(sequence.request.prompt_logprobs)
             outputs[-count].num_cached_tokens = sequence.num_cached_tokens
@@ -62,6 +62,12 @@ def token_outputs(
             for i, output in enumerate(outputs[-count:]):
                 output.top_token_ids = result.top_tokens[row, i, :num_top].tolist()
                 output.top_logprobs = result.top_logprobs[row, i, :num_top].tolist()
+                if num_top and output.token_id not in output.top_token_ids:
+                    output.top_token_ids.append(output.token_id)
+                    output.top_logprobs.append(output.token_logprobs)
+        if result.sum_smaller_probs is not None:
+            for i, output in enumerate(outputs[-count:]):
+                output.sum_smaller_probs = float(result.sum_smaller_probs[row, i])
     return outputs
 
 

@@ -32,6 +32,7 @@ from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
 from deepinfer_jax.runtime.steps import StepOutput, StepState
 from deepinfer_jax.runtime.text_model import StepModel
+from deepinfer_jax.sampling import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.sharding import over_data
 from deepinfer_jax.state import CacheShape, block_bytes, init_pools, slot_bytes
@@ -59,14 +60,21 @@ def _spec(tree: Any) -> Spec:
 
 @functools.lru_cache(maxsize=64)
 def compile_step(
-    model: StepModel, kind: Kind, shape: CacheShape, bucket: Bucket, params: Spec, state: Spec, packed: Spec
+    model: StepModel,
+    kind: Kind,
+    shape: CacheShape,
+    bucket: Bucket,
+    options: SamplerOptions,
+    params: Spec,
+    state: Spec,
+    packed: Spec,
 ) -> Any:
     """The compiled step program, which takes (params, state, packed) and donates the state.
 
     Engines of one process share programs: a model with equal configuration and arrays of equal kind is compiled once.
     """
     logger.info("compiling the %s program of %s", kind, bucket)
-    step = jax.jit(program_of(model, kind, shape, bucket), donate_argnums=1)
+    step = jax.jit(program_of(model, kind, shape, bucket, options), donate_argnums=1)
     return step.lower(params.tree(), state.tree(), packed.tree()).compile()
 
 
@@ -89,6 +97,7 @@ class StepResult:
         finite: bool [n], false where the logits were not.
         top_tokens, top_logprobs: int32 and float32 [n, 1, 1000 or the vocabulary]; None unless some row wanted them.
         prompt_logprobs: float32 [n, time]; None unless some row wanted them.
+        sum_smaller_probs: float32 [n, 1]; None unless the sampler's options ask for them.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -98,6 +107,7 @@ class StepResult:
     top_tokens: npt.NDArray[np.int32] | None
     top_logprobs: npt.NDArray[np.float32] | None
     prompt_logprobs: npt.NDArray[np.float32] | None
+    sum_smaller_probs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,12 +132,16 @@ class InFlight:
             arrays += [sampled.top_tokens, sampled.top_logprobs]
         if self.wants_prompt_logprobs and self.output.prompt_logprobs is not None:
             arrays.append(self.output.prompt_logprobs)
+        if sampled.sum_smaller_probs is not None:
+            arrays.append(sampled.sum_smaller_probs)
         for array in arrays:
             array.copy_to_host_async()
 
     def result(self) -> StepResult:
         """Waits until the step is done; raises what went wrong on the device."""
         sampled = self.output.sampled
+
+        sums = sampled.sum_smaller_probs
 
         def rows(array: Any, wanted: bool = True) -> Any:
             return np.asarray(array)[self.places] if wanted else None
@@ -140,6 +154,7 @@ class InFlight:
             top_tokens=rows(sampled.top_tokens)[:, None] if self.wants_top else None,
             top_logprobs=rows(sampled.top_logprobs)[:, None] if self.wants_top else None,
             prompt_logprobs=rows(self.output.prompt_logprobs, self.wants_prompt_logprobs),
+            sum_smaller_probs=None if sums is None else rows(sums)[:, None],
         )
 
 
@@ -157,6 +172,7 @@ class Runner:
         moves_slots: whether `read_slots` and `restore` will run.
         moves_blocks: whether `read_blocks` and `write_blocks` will run.
         poisons: whether `poison` will run.
+        options: what all rows are sampled by.
 
     Attributes:
         slot_bytes: of the state of one sequence.
@@ -176,6 +192,7 @@ class Runner:
         moves_slots: bool = False,
         moves_blocks: bool = False,
         poisons: bool = False,
+        options: SamplerOptions = NO_OPTIONS,
     ) -> None:
         declared = model.state(shape.tokens_per_block)
         self.slot_bytes, self.block_bytes = slot_bytes(declared), block_bytes(declared)
@@ -187,12 +204,14 @@ class Runner:
         self._mesh = mesh
         self._placement = over_data(mesh)
         self._kinds = kinds
+        self._options = options
         wanted: dict[Move, bool] = {
             "read_slots": moves_slots,
             "restore": moves_slots,
             "read_blocks": moves_blocks,
             "write_blocks": moves_blocks,
             "poison": poisons,
+            "write_adjustments": True,
         }
         self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
@@ -203,7 +222,7 @@ class Runner:
     @property
     def compile_count(self) -> int:
         """How many step programs this runner has; `warm_up` makes all, a step never one. Those that move state come
-        beside them, at most five."""
+        beside them, at most six."""
         return len(self._programs)
 
     def warm_up(self, *, progress: bool = False) -> None:
@@ -217,7 +236,7 @@ class Runner:
                 host_input_shape(kind, self._shape, bucket), np.int32, sharding=self._placement
             )
             packed = Spec(jax.tree.structure(0), (host_input,))
-            return compile_step(self._model, kind, self._shape, bucket, params, state, packed)
+            return compile_step(self._model, kind, self._shape, bucket, self._options, params, state, packed)
 
         def compiled_move(move: Move) -> Any:
             inputs = move_input_shapes(self._model, move, self._shape, self._table_width)
@@ -278,6 +297,23 @@ class Runner:
         for inputs in zip(rows, where.spread(states, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("restore", *inputs)
 
+    def write_adjustments(
+        self,
+        data_index: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        edits: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+    ) -> None:
+        """Launches the writing of what changes the logits of n sequences that start.
+
+        data_index, slots: int32 [n]; edits: of `pack_edits`, int32 [n, 3 · MAX_EDITS]; counts: those of `Adjustments`
+        without the last token that the slot will know, int32 [n, vocab].
+        """
+        where, shape = places(data_index, SLOT_ROWS), self._shape
+        edit_rows = where.spread(np.hstack([slots[:, None], edits]), shape.data, SLOT_ROWS, shape.slots)
+        for inputs in zip(edit_rows, where.spread(counts, shape.data, SLOT_ROWS, 0), strict=True):
+            self._write("write_adjustments", *inputs)
+
     def read_blocks(self, data_index: int, blocks: Sequence[int]) -> PendingBytes:
         """Launches the reading of n blocks of one data index; result [n, block_bytes]."""
         where, numbers = self._block_places(data_index, blocks)
@@ -312,7 +348,9 @@ class Runner:
         """Empties pools and slots; needed after a step that failed, which took the state with it."""
         self._state = None  # freed before the new one is made
         cache = init_pools(self._model.state(self._shape.tokens_per_block), self._shape, self._mesh)
-        self._state = StepState(cache, init_slot_table(self._shape, self._table_width, self._mesh))
+        self._state = StepState(
+            cache, init_slot_table(self._shape, self._table_width, self._model.vocab_size, self._mesh)
+        )
 
     def _launch(
         self,

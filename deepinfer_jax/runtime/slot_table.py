@@ -11,7 +11,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from deepinfer_jax.kernels.pools import write_pool
-from deepinfer_jax.runtime.slot_sampling import SlotSampling, init_slot_sampling
+from deepinfer_jax.runtime.slot_sampling import SlotSampling, init_adjustments, init_slot_sampling
+from deepinfer_jax.sampling import Adjustments
 from deepinfer_jax.sharding import over_data
 from deepinfer_jax.state import CacheShape
 
@@ -25,15 +26,17 @@ class SlotTable:
         last_token: the newest token, at position `lengths`. int32 [data, slots].
         blocks: block tables; the number of blocks where there is none. int32 [data, slots, width].
         sampling: how each slot's sequence samples.
+        adjustments: what changes its logits; see `init_adjustments`.
     """
 
     lengths: Array
     last_token: Array
     blocks: Array
     sampling: SlotSampling
+    adjustments: Adjustments
 
 
-def init_slot_table(shape: CacheShape, width: int, mesh: Mesh | None = None) -> SlotTable:
+def init_slot_table(shape: CacheShape, width: int, vocab_size: int, mesh: Mesh | None = None) -> SlotTable:
     """All slots empty, block tables of `width` blocks."""
     placement = over_data(mesh)
 
@@ -45,6 +48,7 @@ def init_slot_table(shape: CacheShape, width: int, mesh: Mesh | None = None) -> 
         last_token=filled(0, jnp.int32),
         blocks=filled(shape.blocks, jnp.int32, width),
         sampling=init_slot_sampling(filled),
+        adjustments=init_adjustments(filled, vocab_size, 1 + shape.rollback),
     )
 
 

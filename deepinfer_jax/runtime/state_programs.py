@@ -14,10 +14,11 @@ import numpy.typing as npt
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.runtime.slot_sampling import with_sampling
+from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.runtime.text_model import StepModel
+from deepinfer_jax.sampling import MAX_EDITS
 from deepinfer_jax.scheduler.decode import row_places
 from deepinfer_jax.state import (
     CacheShape,
@@ -30,9 +31,9 @@ from deepinfer_jax.state import (
     write_slots,
 )
 
-Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison"]
+Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison", "write_adjustments"]
 
-WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison"})
+WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison", "write_adjustments"})
 """Moves that take the state and give it back changed; the others give bytes and leave it."""
 
 # Rows of one call, of each data index.
@@ -56,12 +57,17 @@ def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..
     def spoil(state: StepState, blocks: Array, slots: Array) -> StepState:
         return state._replace(cache=poison(declared, state.cache, blocks, slots))
 
+    def adjust(state: StepState, edits: Array, counts: Array) -> StepState:
+        adjustments = with_adjustments(state.table.adjustments, edits, counts)
+        return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
+
     programs: dict[Move, Callable[..., Any]] = {
         "read_slots": read_state,
         "restore": functools.partial(_restore, declared),
         "read_blocks": read_contents,
         "write_blocks": write_contents,
         "poison": spoil,
+        "write_adjustments": adjust,
     }
     return programs[move]
 
@@ -81,6 +87,7 @@ def move_input_shapes(
         "read_blocks": ((blocks, np.int32),),
         "write_blocks": ((blocks, np.int32), ((*blocks, block_bytes(declared)), np.uint8)),
         "poison": ((blocks, np.int32), (slots, np.int32)),
+        "write_adjustments": (((*slots, 1 + 3 * MAX_EDITS), np.int32), ((*slots, model.vocab_size), np.int32)),
     }
     return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
 

@@ -23,14 +23,13 @@ PREFILL_COLUMNS = (
     "start",
     "num_new_tokens",
     *SAMPLING_COLUMNS,
-    "banned",
     "next_token",
     "wants_prompt_logprobs",
     "kept_from",
 )
 # Then the whole block table.
 RESTORE_COLUMNS = ("slot", "length", "last_token", *SAMPLING_COLUMNS)
-_FLOATS = ("temperature", "top_p")
+_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _WORDS = ("seed_low", "seed_high")
 
 

@@ -12,16 +12,19 @@ from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.step_input import decode_width, prefill_width
 from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
 from deepinfer_jax.runtime.text_model import StepModel, TextModel
+from deepinfer_jax.sampling import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler import Bucket
 from deepinfer_jax.state import CacheShape, init_pools
 
 Kind = Literal["prefill", "decode"]
 
 
-def program_of(model: StepModel, kind: Kind, shape: CacheShape, bucket: Bucket) -> Callable[..., Any]:
+def program_of(
+    model: StepModel, kind: Kind, shape: CacheShape, bucket: Bucket, options: SamplerOptions = NO_OPTIONS
+) -> Callable[..., Any]:
     """The function (parameters, state, host input) of a bucket; the state is to be donated."""
     step = prefill_step if kind == "prefill" else decode_step
-    return functools.partial(step, model, shape, bucket)
+    return functools.partial(step, model, shape, bucket, options)
 
 
 def host_input_shape(kind: Kind, shape: CacheShape, bucket: Bucket) -> tuple[int, int, int]:
@@ -43,6 +46,8 @@ def step_program(
     draw = functools.partial(init_params, model.config, precision=model.precision, platform=platform)
     params = jax.eval_shape(draw, jax.random.key(0))
     declared = model.state(shape.tokens_per_block)
-    state = jax.eval_shape(lambda: StepState(init_pools(declared, shape), init_slot_table(shape, bucket.width)))
+    state = jax.eval_shape(
+        lambda: StepState(init_pools(declared, shape), init_slot_table(shape, bucket.width, model.vocab_size))
+    )
     host_input = jax.ShapeDtypeStruct(host_input_shape(kind, shape, bucket), np.int32)
     return program_of(model, kind, shape, bucket), (params, state, host_input)

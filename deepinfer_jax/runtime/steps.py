@@ -13,11 +13,11 @@ from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.runtime.slot_sampling import sampling_rows, with_sampling
+from deepinfer_jax.runtime.slot_sampling import count_tokens, flat_tables, sampling_rows, with_sampling
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
 from deepinfer_jax.runtime.text_model import StepBatch, StepModel
-from deepinfer_jax.sampling import Sampled, SamplingRows, processed_logprobs, sample, token_logprobs
+from deepinfer_jax.sampling import Sampled, SamplerOptions, SamplingRows, prompt_logprobs, sample
 from deepinfer_jax.scheduler import Bucket, blocks_for
 from deepinfer_jax.state import CacheShape
 
@@ -48,7 +48,13 @@ class StepOutput(NamedTuple):
 
 
 def decode_step(
-    model: StepModel, shape: CacheShape, bucket: Bucket, params: Any, state: StepState, packed: Array
+    model: StepModel,
+    shape: CacheShape,
+    bucket: Bucket,
+    options: SamplerOptions,
+    params: Any,
+    state: StepState,
+    packed: Array,
 ) -> tuple[StepOutput, StepState]:
     """One more token of each row, on `step_input.pack_decode`."""
     cache, table = state
@@ -66,13 +72,22 @@ def decode_step(
     )
     hidden, _, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
-    rows = sampling_rows(table.sampling, slots, starts + 1, jnp.full_like(slots, -1), column["forced"])
-    sampled = _sample(model, logits, rows, column["wants_top"])
+    forced = column["forced"][..., None]
+    rows = sampling_rows(table.sampling, table.adjustments, slots, starts + 1, forced=forced, uncounted=batch.tokens)
+    sampled = _sample(model, options, table, logits, rows, column["wants_top"])
+    counted = count_tokens(table.adjustments, slots, batch.tokens, batch.lengths)
+    table = dataclasses.replace(table, adjustments=counted)
     return StepOutput(sampled, None), StepState(cache, _advanced(table, blocks, slots, starts + 1, sampled.tokens))
 
 
 def prefill_step(
-    model: StepModel, shape: CacheShape, bucket: Bucket, params: Any, state: StepState, packed: Array
+    model: StepModel,
+    shape: CacheShape,
+    bucket: Bucket,
+    options: SamplerOptions,
+    params: Any,
+    state: StepState,
+    packed: Array,
 ) -> tuple[StepOutput, StepState]:
     """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output."""
     cache, table = state
@@ -93,15 +108,17 @@ def prefill_step(
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
     ends = starts + batch.lengths
-    rows = sampling_rows(table.sampling, slots, ends, jnp.where(active, column["banned"], -1), column["forced"])
-    prompt_logprobs = None
+    forced = column["forced"][..., None]
+    nothing = jnp.full_like(forced, -1)
+    rows = sampling_rows(table.sampling, table.adjustments, slots, ends, forced=forced, uncounted=nothing)
+    of_prompt = None
     if hidden.shape[1] == bucket.time:
-        prompt_logprobs = jax.lax.cond(
+        of_prompt = jax.lax.cond(
             jnp.any(column["wants_prompt_logprobs"] > 0),
-            lambda: _prompt_logprobs(model, params, hidden, batch, rows, column["next_token"].reshape(-1)),
+            lambda: _prompt_logprobs(model, options, params, hidden, batch, rows, column["next_token"].reshape(-1)),
             lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
         )
-    output = StepOutput(_sample(model, logits, rows, column["wants_top"]), prompt_logprobs)
+    output = StepOutput(_sample(model, options, table, logits, rows, column["wants_top"]), of_prompt)
     return output, StepState(cache, _advanced(table, blocks, slots, ends, output.sampled.tokens))
 
 
@@ -115,11 +132,13 @@ def _advanced(table: SlotTable, blocks: Array, slots: Array, ends: Array, tokens
     )
 
 
-def _sample(model: StepModel, logits: Array, rows: SamplingRows, wants_top: Array) -> Sampled:
-    any_top = jnp.any(wants_top > 0)
+def _sample(
+    model: StepModel, options: SamplerOptions, table: SlotTable, logits: Array, rows: SamplingRows, wants_top: Array
+) -> Sampled:
+    any_top, tables = jnp.any(wants_top > 0), flat_tables(table.adjustments)
 
     def of_rows(logits: Array, rows: SamplingRows) -> Sampled:
-        return sample(logits, rows, num_top=MAX_TOP, wants_top=any_top)
+        return sample(logits, rows, options=options, tables=tables, num_top=MAX_TOP, wants_top=any_top)
 
     with batch_invariant(model.batch_invariant):
         return rowwise(of_rows, logits, rows, lead=1)
@@ -138,14 +157,20 @@ def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) 
 
 
 def _prompt_logprobs(
-    model: StepModel, params: Any, hidden: Array, batch: StepBatch, rows: SamplingRows, next_token: Array
+    model: StepModel,
+    options: SamplerOptions,
+    params: Any,
+    hidden: Array,
+    batch: StepBatch,
+    rows: SamplingRows,
+    next_token: Array,
 ) -> Array:
     """float32 [rows, time], one position at a time so that never [rows, time, vocab] exists."""
     time = hidden.shape[1]
     tokens, lengths = batch.tokens.reshape(-1, time), batch.lengths.reshape(-1)
 
     def of_rows(logits: Array, rows: SamplingRows, target: Array) -> Array:
-        return token_logprobs(processed_logprobs(logits, rows.temperature, rows.top_p, rows.top_k), target)
+        return prompt_logprobs(logits, rows, target, options)
 
     def at_position(operand: tuple[Array, Array]) -> Array:
         hidden_here, target = operand

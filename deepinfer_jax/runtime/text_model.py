@@ -63,6 +63,10 @@ class StepModel(Protocol):
     def batch_invariant(self) -> bool:
         """Whether a row's results have the same bits in any step; then so have its tokens and log-probabilities."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits."""
+
     def state(self, tokens_per_block: int) -> Any:
         """All that it keeps of a sequence, a pytree of `state.StateSpec`; the cache is the same tree of pools."""
 
@@ -92,6 +96,10 @@ class TextModel:
     @property
     def batch_invariant(self) -> bool:
         return self.kernels.batch_invariant
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.text.vocab_size
 
     def state(self, tokens_per_block: int) -> PagedCache:
         return paged_state(self.config, self.precision, tokens_per_block=tokens_per_block, packed=self.packed)

@@ -7,21 +7,29 @@ Probability mass is counted in integers, units of 2^-31 (as DB §7.3 and §7.5):
 not depend on the order of summation. Tokens below half a unit are therefore never drawn.
 """
 
+from deepinfer_jax.sampling.adjust import MAX_EDITS, Adjustments
 from deepinfer_jax.sampling.drafts import DraftRows, draw_draft
 from deepinfer_jax.sampling.filters import processed_logprobs
-from deepinfer_jax.sampling.lists import MIN_LOGPROB, token_logprobs
+from deepinfer_jax.sampling.lists import MIN_LOGPROB, prompt_logprobs, token_logprobs
+from deepinfer_jax.sampling.options import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.sampling.randomness import random_words
-from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, SamplingRows
+from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, SamplingRows, plain_rows
 from deepinfer_jax.sampling.sample import Sampled, sample
 
 __all__ = [
     "GREEDY_TEMPERATURE",
+    "MAX_EDITS",
     "MIN_LOGPROB",
+    "NO_OPTIONS",
+    "Adjustments",
     "DraftRows",
     "Sampled",
+    "SamplerOptions",
     "SamplingRows",
     "draw_draft",
+    "plain_rows",
     "processed_logprobs",
+    "prompt_logprobs",
     "random_words",
     "sample",
     "token_logprobs",

@@ -16,6 +16,7 @@ from jax import Array
 from deepinfer_jax.sampling.draw import draw
 from deepinfer_jax.sampling.filters import processed_logprobs
 from deepinfer_jax.sampling.mass import integer_mass
+from deepinfer_jax.sampling.options import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.sampling.randomness import (
     ACCEPTANCE,
     DRAFT,
@@ -39,15 +40,15 @@ class DraftRows(NamedTuple):
     logprobs: Array
 
 
-def draw_draft(logits: Array, rows: SamplingRows) -> tuple[Array, Array]:
+def draw_draft(logits: Array, rows: SamplingRows, options: SamplerOptions = NO_OPTIONS) -> tuple[Array, Array]:
     """Drafts from the draft model's logits float32 [rows, vocab]; `rows.position` is that of the draft.
 
-    The request's temperature, top-p and top-k act, nothing else: no ban, no forced token (DB §6.2).
+    The request's temperature and filters act, nothing else: no ban, penalty, mask or forced token (DB §6.2).
 
     Returns the tokens int32 [rows], of a greedy row the argmax, and their distributions, log-probabilities float32
     [rows, vocab]: a row of `DraftRows`.
     """
-    logprobs = processed_logprobs(logits, rows.temperature, rows.top_p, rows.top_k)
+    logprobs = processed_logprobs(logits, rows, options)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = jax.lax.cond(jnp.all(rows.greedy), lambda: best, lambda: draw(integer_mass(jnp.exp(logprobs)), rows, DRAFT))
     return jnp.where(rows.greedy, best, drawn), logprobs

@@ -1,35 +1,43 @@
-"""Temperature, top-p and top-k."""
+"""Temperature, min-p, top-p and top-k."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from deepinfer_jax.sampling.mass import UNIT_MASS, integer_mass
+from deepinfer_jax.sampling.options import NO_OPTIONS, SamplerOptions
+from deepinfer_jax.sampling.rows import SamplingRows
 
 
-def processed_logprobs(logits: Array, temperature: Array, top_p: Array, top_k: Array) -> Array:
-    """Log-probabilities after temperature, top-p and top-k, renormalised; -inf outside (DB §7.3).
+def processed_logprobs(logits: Array, rows: SamplingRows, options: SamplerOptions = NO_OPTIONS) -> Array:
+    """Log-probabilities after temperature, min-p, top-p and top-k, renormalised; -inf outside (DB §7.3).
 
-    Both filters look at the full softmax of logits / temperature, sorted in descending order with
-    the lowest id first on ties: top-k keeps ranks below k, top-p keeps a rank iff the mass strictly
-    before it is at most top_p; with both, what both keep.
+    All filters look at the full softmax of logits / temperature, sorted in descending order with the lowest id first on
+    ties: top-k keeps ranks below k, top-p keeps a rank iff the mass strictly before it is at most top_p, min-p keeps
+    what has at least min_p times the largest probability; with several, what all keep. With `options.force_top_k` the
+    other logits do not exist (DB §7.9).
 
-    Arguments: logits float32 [rows, vocab]; temperature, top_p float32 [rows]; top_k int32 [rows].
-    Returns float32 [rows, vocab].
+    logits float32 [rows, vocab] -> float32 [rows, vocab].
     """
+    vocab = logits.shape[-1]
     # The maximum goes first: at temperature 1e-5 the quotient alone would overflow.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    filtered = (top_p < 1.0) | ((top_k >= 0) & (top_k < logits.shape[-1]))
-    scaled = jax.lax.cond(
-        jnp.any(filtered),
-        lambda: jnp.where(_kept(scaled, top_p, top_k), scaled, -jnp.inf),
-        lambda: scaled,
-    )
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / rows.temperature[:, None]
+    if 0 < options.force_top_k < vocab:
+        everything = jnp.ones_like(rows.top_p)
+        kept = _kept(scaled, everything, jnp.full_like(rows.top_k, options.force_top_k))
+        scaled = jnp.where(kept, scaled, -jnp.inf)
+    filtered = (rows.top_p < 1.0) | ((rows.top_k >= 0) & (rows.top_k < vocab)) | (rows.min_p > 0)
+
+    def within_filters() -> Array:
+        likely = scaled >= jnp.log(rows.min_p)[:, None]
+        return jnp.where(likely & _kept(scaled, rows.top_p, rows.top_k), scaled, -jnp.inf)
+
+    scaled = jax.lax.cond(jnp.any(filtered), within_filters, lambda: scaled)
     return scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1, keepdims=True))
 
 
 def _kept(scaled: Array, top_p: Array, top_k: Array) -> Array:
-    """bool [rows, vocab]: what both filters keep, found without sorting.
+    """bool [rows, vocab]: what top-p and top-k both keep, found without sorting.
 
     The ranks of the tokens of one logit value are consecutive. So all values above some threshold
     are kept whole, the threshold's own tokens as far as the budgets reach, nothing below. The

@@ -37,10 +37,11 @@ def sampling(rows: list[Row]) -> dict[str, np.ndarray]:
     zeros, seeds = np.zeros(len(rows), np.int32), int32(row.seed for row in rows)
     return dict.fromkeys(("wants_top", "wants_prompt_logprobs", "next_token", "kept_from"), zeros) | {
         "forced": zeros - 1,
-        "banned": zeros - 1,
         "temperature": (0.6 + 0.1 * seeds).astype(np.float32),
         "top_p": (0.99 - 0.01 * seeds).astype(np.float32),
         "top_k": 50 - seeds,
+        **{name: zeros.astype(np.float32) for name in ("min_p", "presence", "frequency", "repetition")},
+        **dict.fromkeys(("raw_logprobs", "edited", "penalised"), zeros),
         "greedy": 1 - seeds % 2,
         "seed_low": seeds.astype(np.uint32),
         "seed_high": (seeds + 7).astype(np.uint32),

@@ -12,6 +12,7 @@ from jax import Array
 from toy import (
     NUM_STATES,
     TOY,
+    VOCAB,
     at_new_tokens,
     extend_history,
     fold,
@@ -41,6 +42,7 @@ class DummyKindModel:
     """
 
     batch_invariant = False
+    vocab_size = VOCAB
 
     def state(self, tokens_per_block: int) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import LLM, Params, RequestOutput, SamplingParams, forward, load_config, load_params
-from deepinfer_jax.sampling import SamplingRows, sample
+from deepinfer_jax.sampling import plain_rows, sample
 
 GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
 MAX_POSITIONS = 4096
@@ -76,14 +76,12 @@ def what_forward_says(
     def each(value: Any, dtype: Any) -> jax.Array:
         return jnp.full(count, value, dtype)
 
-    sampling = SamplingRows(
+    sampling = plain_rows(count)._replace(
         temperature=each(params.temperature, jnp.float32),
         greedy=each(params.greedy, bool),
         top_p=each(params.top_p, jnp.float32),
         top_k=each(params.top_k, jnp.int32),
         seed=jnp.tile(seed, (count, 1)),
         position=len(prompt) + jnp.arange(count, dtype=jnp.int32),
-        banned=each(-1, jnp.int32),
-        forced=each(-1, jnp.int32),
     )
     return np.asarray(sample(rows, sampling).tokens).tolist()

@@ -11,7 +11,7 @@ from toy import MAX_POSITIONS, VOCAB, make_table, next_state
 
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.sampling import SamplingRows, sample
+from deepinfer_jax.sampling import plain_rows, sample
 
 BLOCK, MOST_TOKENS = 4, 20
 _BLOCKS = [[5, 6, 7, 8], [9, 10, 11, 12]]
@@ -46,15 +46,13 @@ def alone(prompt: list[int], params: SamplingParams, output: list[int]) -> list[
     def each(value: Any, dtype: Any) -> jax.Array:
         return jnp.full(MOST_TOKENS, value, dtype)
 
-    sampling = SamplingRows(
+    sampling = plain_rows(MOST_TOKENS)._replace(
         temperature=each(params.temperature, jnp.float32),
         greedy=each(params.greedy, bool),
         top_p=each(params.top_p, jnp.float32),
         top_k=each(params.top_k, jnp.int32),
         seed=jnp.tile(np.asarray([params.seq_seed, 0], np.uint32), (MOST_TOKENS, 1)),
         position=len(prompt) + jnp.arange(MOST_TOKENS, dtype=jnp.int32),
-        banned=each(-1, jnp.int32),
-        forced=each(-1, jnp.int32),
     )
     return np.asarray(_sample(rows, sampling).tokens)[: len(output)].tolist()
 

@@ -178,10 +178,10 @@ def test_a_prompt_that_is_computed_again_has_the_rules_of_its_next_output() -> N
         return {name: column.item() for name, column in prefill_columns(step, keep_tokens).items()}
 
     first = columns(0, 2)
-    assert (first["banned"], first["forced"], first["next_token"], first["wants_prompt_logprobs"]) == (EOS, 5, 6, True)
+    assert (first["forced"], first["next_token"], first["wants_prompt_logprobs"]) == (5, 6, True)
     sequence.output_token_ids += [5, 6]
     again = columns(0, 4)  # the last token is known, and the decode step's
-    assert (again["banned"], again["forced"], again["next_token"], again["wants_prompt_logprobs"]) == (-1, 6, 0, False)
+    assert (again["forced"], again["next_token"], again["wants_prompt_logprobs"]) == (6, 0, False)
     # Bounded replay counts from the end of what is computed again.
     assert [columns(0, 4, keep)["kept_from"] for keep in (None, 2, 4, 6)] == [0, 2, 0, 0]
 

@@ -85,8 +85,9 @@ def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
     outputs = token_outputs(
         step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), taken, 64
     )
-    assert [output.top_token_ids for output in outputs] == [[0, 1], [8, 9], [], []]
-    assert [output.top_logprobs for output in outputs] == [[0, -1], [-8, -9], [], []]
+    # Behind the likeliest comes the token itself, which is not among them.
+    assert [output.top_token_ids for output in outputs] == [[0, 1, 5], [8, 9, 6], [], []]
+    assert [output.top_logprobs for output in outputs] == [[0, -1, -5], [-8, -9, -6], [], []]
 
 
 def test_log_probabilities_of_the_prompt_are_kept_once_whatever_is_computed_again() -> None:

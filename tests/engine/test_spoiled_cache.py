@@ -11,6 +11,7 @@ from jax import Array
 from toy import (
     NUM_STATES,
     TOY,
+    VOCAB,
     at_new_tokens,
     extend_history,
     greedy_twin,
@@ -38,6 +39,7 @@ class FragileModel:
     """A `StepModel`: the toy, whose logits are NaN behind a NaN in the blocks or the slot; it writes zeros there."""
 
     batch_invariant = False
+    vocab_size = VOCAB
 
     def state(self, tokens_per_block: int) -> dict[str, Any]:
         number = jnp.dtype(jnp.float32)

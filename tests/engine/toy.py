@@ -35,10 +35,11 @@ from deepinfer_jax.engine.loading import (
     zero_overhead_scheduling,
 )
 from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import Advanced, StepBatch, StepModel
-from deepinfer_jax.sampling import SamplingRows, sample
+from deepinfer_jax.sampling import plain_rows, sample
 from deepinfer_jax.state import CacheShape, StateSpec
 
 VOCAB = 64
@@ -69,6 +70,7 @@ class ToyModel:
 
     strict: bool = False
     batch_invariant = False
+    vocab_size = VOCAB
 
     def state(self, tokens_per_block: int) -> dict[str, StateSpec]:
         integer = jnp.dtype(jnp.int32)
@@ -170,15 +172,14 @@ def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, c
     assert params.seq_seed is not None
     history = list(prompt)
     for _ in range(count):
-        rows = SamplingRows(
+        rows = plain_rows(1)._replace(
             temperature=jnp.asarray([params.temperature], jnp.float32),
             greedy=jnp.asarray([params.greedy]),
             top_p=jnp.asarray([params.top_p], jnp.float32),
             top_k=jnp.asarray([params.top_k], jnp.int32),
+            min_p=jnp.asarray([params.min_p], jnp.float32),
             seed=jnp.asarray([[params.seq_seed & 0xFFFFFFFF, params.seq_seed >> 32]], jnp.uint32),
             position=jnp.asarray([len(history)], jnp.int32),
-            banned=jnp.asarray([-1], jnp.int32),
-            forced=jnp.asarray([-1], jnp.int32),
         )
         history.append(int(_sample(jnp.asarray(history_logits(table, history))[None], rows).tokens[0]))
     return history[len(prompt) :]
@@ -208,6 +209,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         shape=shape,
         table_width=limits.blocks_per_sequence,
         mesh=mesh,
+        options=sampler_options(VOCAB),
         **runner_duties(args, limits),
     )
     declared = model.state(limits.tokens_per_block)

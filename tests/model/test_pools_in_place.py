@@ -46,7 +46,7 @@ def test_no_move_copies_a_pool(move: Move, packed: bool, precision: Precision) -
     model = TextModel(small_config(), precision, KernelChoice(), packed=packed)
     shape, width = dataclasses.replace(SHAPE, rollback=3), 8
     cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
-    state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width)))
+    state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width, model.vocab_size)))
     program = jax.jit(move_program(model, move, shape), donate_argnums=0 if move in WRITES else ())
     compiled = program.lower(state, *move_input_shapes(model, move, shape, width)).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()

@@ -5,43 +5,42 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from deepinfer_jax.sampling import SamplingRows, draw_draft, processed_logprobs, sample
+from deepinfer_jax.sampling import SamplingRows, draw_draft, plain_rows, processed_logprobs, sample
 
-sample_jit = jax.jit(sample, static_argnames="num_top")
-processed_jit = jax.jit(processed_logprobs)
-draft_jit = jax.jit(draw_draft)
+sample_jit = jax.jit(sample, static_argnames=("num_top", "options"))
+processed_jit = jax.jit(processed_logprobs, static_argnames="options")
+draft_jit = jax.jit(draw_draft, static_argnames="options")
 
 
 def make_rows(count: int, **fields: object) -> SamplingRows:
     """Rows that sample at temperature 1 without filters; seed 0, positions 0, 1, 2, ..."""
-    values: dict[str, object] = {
-        "temperature": 1.0,
-        "greedy": False,
-        "top_p": 1.0,
-        "top_k": -1,
-        "seed": np.zeros((count, 2)),
-        "position": np.arange(count),
-        "banned": -1,
-        "forced": -1,
-    } | fields
-    dtypes = {"temperature": np.float32, "greedy": np.bool_, "top_p": np.float32, "seed": np.uint32}
-    return SamplingRows(
-        **{
-            name: jnp.asarray(np.broadcast_to(value, (count, 2) if name == "seed" else (count,))).astype(
-                dtypes.get(name, np.int32)
-            )
-            for name, value in values.items()
-        }
-    )
+    rows = plain_rows(count)._replace(position=jnp.arange(count, dtype=jnp.int32))
+    given = {}
+    for name, value in fields.items():
+        own: jax.Array = getattr(rows, name)
+        shape = (count, *np.shape(value)[1:]) if name == "uncounted" else own.shape
+        given[name] = jnp.asarray(np.broadcast_to(value, shape)).astype(own.dtype)
+    return rows._replace(**given)
 
 
-def brute_force_logprobs(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> np.ndarray:
+def brute_force_logprobs(
+    logits: np.ndarray,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    min_p: float = 0.0,
+    force_top_k: int = 0,
+) -> np.ndarray:
     """DB §7.3 literally, one row, float64 on the float32 quotients, by sorting."""
+    if force_top_k:
+        outside = np.argsort(-logits, kind="stable")[force_top_k:]
+        logits = logits.copy()
+        logits[outside] = -np.inf
     scaled = ((logits - logits.max()) / np.float32(temperature)).astype(np.float64)
     p = np.exp(scaled) / np.exp(scaled).sum()
     order = np.argsort(-scaled, kind="stable")
     before = np.concatenate([[0.0], np.cumsum(p[order])[:-1]])
-    keep = np.ones(len(p), bool)
+    keep = p[order] >= min_p * p.max()
     if top_p < 1:
         keep &= before <= top_p
     if top_k >= 0:

@@ -101,7 +101,7 @@ def test_a_row_without_a_distribution_ends_its_sequence() -> None:
 
 def test_the_purposes_of_a_position_are_independent() -> None:
     """Were draft, acceptance and residual of one number, a rejected draft would bend what follows it."""
-    uniform = jnp.zeros((DRAWS, VOCAB), jnp.float32)
+    uniform = jnp.ones((DRAWS, VOCAB), jnp.float32)
     rows = make_rows(DRAWS, seed=[8, 1])
     drafts, logprobs = draft_jit(uniform, rows)
     fresh = sample_jit(uniform, rows).tokens

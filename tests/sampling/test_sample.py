@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
-from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplingRows, random_words
+from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, SamplingRows, random_words
 
 
 @settings(max_examples=150)
@@ -17,13 +17,17 @@ from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplingRows
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_p=st.sampled_from([0.013, 0.2371, 0.6113, 0.9377, 1.0]),
     top_k=st.sampled_from([-1, 1, 2, 5, 11, 400]),
+    min_p=st.sampled_from([0.0, 0.0, 0.0317, 0.413, 1.0]),
+    force_top_k=st.sampled_from([0, 0, 1, 4, 11, 400]),
 )
-def test_filters_equal_the_brute_force_twin(quarters: list[int], temperature: float, top_p: float, top_k: int) -> None:
+def test_filters_equal_the_brute_force_twin(
+    quarters: list[int], temperature: float, top_p: float, top_k: int, min_p: float, force_top_k: int
+) -> None:
     logits = np.asarray(quarters, np.float32) / 4
-    found = processed_jit(
-        jnp.asarray(logits[None]), jnp.float32([temperature]), jnp.float32([top_p]), jnp.int32([top_k])
-    )[0]
-    expected = brute_force_logprobs(logits, temperature, top_p, top_k)
+    rows = make_rows(1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    options = SamplerOptions(force_top_k=force_top_k)
+    found = processed_jit(jnp.asarray(logits[None]), rows, options=options)[0]
+    expected = brute_force_logprobs(logits, temperature, top_p, top_k, min_p, force_top_k)
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
     # float32 exponentials and sums of eleven terms.
     np.testing.assert_allclose(found, expected, atol=2e-6)
@@ -33,7 +37,7 @@ def test_filters_equal_the_brute_force_twin_on_a_large_vocabulary() -> None:
     logits = np.random.default_rng(0).normal(size=(4, 20_000)).astype(np.float32) * 3
     settings_ = [(0.7, 0.9, -1), (1.0, 1.0, 50), (1.3, 0.5, 1000), (1.0, 0.999, 3)]
     t, p, k = (np.asarray(column) for column in zip(*settings_, strict=True))
-    found = processed_jit(jnp.asarray(logits), jnp.float32(t), jnp.float32(p), jnp.int32(k))
+    found = processed_jit(jnp.asarray(logits), make_rows(4, temperature=t, top_p=p, top_k=k))
     for row, (temperature, top_p, top_k) in enumerate(settings_):
         expected = brute_force_logprobs(logits[row], temperature, top_p, top_k)
         # The kept sets may differ by one token at the top-p boundary, where mass is counted in 2^-31.
@@ -44,7 +48,7 @@ def test_filters_equal_the_brute_force_twin_on_a_large_vocabulary() -> None:
 
 def test_ties_at_the_boundary_keep_the_lowest_ids() -> None:
     logits = jnp.zeros((3, 8), jnp.float32)
-    kept = jnp.isfinite(processed_jit(logits, jnp.ones(3), jnp.float32([1, 0.25, 0.25]), jnp.int32([3, -1, 2])))
+    kept = jnp.isfinite(processed_jit(logits, make_rows(3, top_p=[1, 0.25, 0.25], top_k=[3, -1, 2])))
     # 0.25 of mass stands before the third token, exactly top_p: it is kept.
     assert [row.nonzero()[0].tolist() for row in np.asarray(kept)] == [[0, 1, 2], [0, 1, 2], [0, 1]]
 
@@ -67,12 +71,6 @@ def test_logprobs_are_clamped_and_top_lists_descend() -> None:
         found.top_logprobs[0], [-np.log1p(np.exp(-1.0)), -1 - np.log1p(np.exp(-1.0)), MIN_LOGPROB, MIN_LOGPROB],
         rtol=1e-6,
     )  # fmt: skip
-
-
-def test_a_banned_id_is_never_produced_but_may_be_forced() -> None:
-    logits = jnp.float32([[9, 1], [9, 1], [9, 1]])
-    rows = make_rows(3, greedy=True, temperature=1e-5, banned=[0, -1, 0], forced=[-1, -1, 0])
-    assert sample_jit(logits, rows).tokens.tolist() == [1, 0, 0]
 
 
 def test_rows_without_a_distribution_are_marked() -> None:

@@ -1,0 +1,39 @@
+"""What the environment asks of the sampler, for all requests (DB §2)."""
+
+import re
+
+from deepinfer_jax.engine.environ import env
+from deepinfer_jax.sampling import SamplerOptions
+
+_BLACKLIST, _FORCE_TOP_K = "DEEPINFER_DECODE_TOKEN_BLACKLIST", "DEEPINFER_SAMPLER_FORCE_TOPK"
+_RANGE = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
+
+
+def sampler_options(vocab_size: int) -> SamplerOptions:
+    """Raises ValueError, starting with the variable's name, for a value that cannot be."""
+    force_top_k = env.SAMPLER_FORCE_TOPK
+    if force_top_k < 0:
+        raise ValueError(f"{_FORCE_TOP_K} is {force_top_k}; expected 0 (off) or how many logits are kept")
+    return SamplerOptions(
+        blacklist=_ids(env.DECODE_TOKEN_BLACKLIST, vocab_size),
+        force_top_k=force_top_k,
+        sum_smaller_probs=env.COMPUTE_SUM_SMALLER_PROBS,
+    )
+
+
+def _ids(text: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a list such as 0..3,7,10..12: inclusive ranges, strictly increasing, within the vocabulary."""
+    ids: list[int] = []
+    for part in text.split(",") if text.strip() else []:
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{_BLACKLIST} is {text!r}; {part.strip()!r} is neither an id nor a range such as 0..3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or (ids and first <= ids[-1]):
+            raise ValueError(f"{_BLACKLIST} is {text!r}; ids must increase, but {part.strip()!r} does not")
+        if last >= vocab_size:
+            raise ValueError(f"{_BLACKLIST} is {text!r}; {last} is not among the model's ids 0..{vocab_size - 1}")
+        ids += range(first, last + 1)
+    if len(ids) == vocab_size:
+        raise ValueError(f"{_BLACKLIST} is {text!r}; that leaves no id to generate")
+    return tuple(ids)

@@ -1,0 +1,21 @@
+"""What the whole engine samples by; static, so that what is off is not in the programs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """For all rows.
+
+    Attributes:
+        blacklist: ids that are never sampled (DB §7.2); drafts and prompt log-probabilities know nothing of it.
+        force_top_k: only so many largest logits exist, the lowest ids on ties (DB §7.9); 0: all.
+        sum_smaller_probs: whether `Sampled` has the fields of DB §7.8.
+    """
+
+    blacklist: tuple[int, ...] = ()
+    force_top_k: int = 0
+    sum_smaller_probs: bool = False
+
+
+NO_OPTIONS = SamplerOptions()
