@@ -11,6 +11,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import KeptRows, Replay
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
+from deepinfer_jax.packed_view import PackedView
 from deepinfer_jax.paged_cache import PagedCache, paged_state
 from deepinfer_jax.paged_view import PagedView
 from deepinfer_jax.params import Params
@@ -27,6 +28,8 @@ class StepBatch(NamedTuple):
         tables: blocks in order of position, the number of blocks where there is none. int32 [data, rows, width].
         kept_from: the first position that the windows of consumer layers may see under bounded replay (DB §9), 0: all.
             int32 [data, rows]; None of a decode step, which it leaves alone.
+        offsets: a sequence may have several rows, of one token each, side by side in order of position: how many of
+            them are before each row. int32 [data, rows]; None: every row is a sequence.
     """
 
     tokens: Array
@@ -35,6 +38,7 @@ class StepBatch(NamedTuple):
     slots: Array
     tables: Array
     kept_from: Array | None = None
+    offsets: Array | None = None
 
 
 class Advanced(NamedTuple):
@@ -107,8 +111,11 @@ class TextModel:
     def advance(self, params: Params, cache: PagedCache, batch: StepBatch) -> Advanced:
         arith = arithmetic(self.config, self.precision)
         time = batch.tokens.shape[2]
-        rows = batch.tables, batch.slots, batch.starts, batch.lengths
-        view = PagedView(cache, *rows, time, self.config, arith, in_order=self.batch_invariant)
+        arguments = cache, batch.tables, batch.slots, batch.starts, batch.lengths, time, self.config, arith
+        if batch.offsets is None:
+            view = PagedView(*arguments, in_order=self.batch_invariant)
+        else:
+            view = PackedView(*arguments, offsets=batch.offsets, in_order=self.batch_invariant)
         tokens = batch.tokens.reshape(-1, time)
         kept = None
         if self.replay is not None and batch.kept_from is not None:
