@@ -11,6 +11,7 @@ from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
 from .verification import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
+from .verification_policy import VerificationPolicy
 
 __all__ = [
     "FINISH_REASONS",
@@ -30,6 +31,7 @@ __all__ = [
     "SequenceStatus",
     "StepPlan",
     "StepTimes",
+    "VerificationPolicy",
     "blocks_for",
     "blocks_per_decode",
     "bucket_table",

@@ -14,11 +14,18 @@ class Bucket:
         rows: sequences.
         time: most new tokens of each.
         width: blocks of each block table that the program reads.
+        packed: most new tokens of all, if that is fewer than rows · time; else 0.
     """
 
     rows: int
     time: int
     width: int
+    packed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens that the program computes, padding included."""
+        return self.packed or self.rows * self.time
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,12 @@ class BucketTable:
         fitting = [bucket for bucket in self.decode if bucket.rows >= rows and bucket.width >= width]
         return _smallest(fitting, f"a decode step of {rows} rows and {width} blocks", self.decode)
 
+    def decode_sizes(self, rows: int, width: int) -> tuple[Bucket, ...]:
+        """The programs for the same sequences as that of `choose_decode`, which comes last, by the tokens of a step."""
+        chosen = self.choose_decode(rows, width)
+        same = [bucket for bucket in self.decode if (bucket.rows, bucket.width) == (chosen.rows, chosen.width)]
+        return tuple(sorted(same, key=lambda bucket: bucket.tokens))
+
     def choose_prefill(self, shape: tuple[int, int], width: int) -> Bucket:
         """The narrowest prefill program of this (rows, time) with so many blocks. Raises ValueError if none has."""
         fitting = [bucket for bucket in self.prefill if (bucket.rows, bucket.time) == shape and bucket.width >= width]
@@ -62,6 +75,7 @@ def bucket_table(
     max_blocks: int,
     max_programs: int,
     chunked_prefill: bool = True,
+    decode_sizes: int = 1,
 ) -> BucketTable:
     """The step programs for the given limits, at most `max_programs`; some program serves every legal step.
 
@@ -74,6 +88,8 @@ def bucket_table(
         max_programs: at least 2, one to prefill and one to decode.
         chunked_prefill: False: the longest prefill program takes min(max_chunk, max_prefill_tokens) tokens of one
             sequence however few programs there are, since prompts are not cut.
+        decode_sizes: decode programs for the same sequences, as far as there is room: one for all drafts, and others
+            for fewer of them in all, with a constant ratio from one token per sequence.
 
     Widths are up to three levels with a constant ratio from 16 blocks to max_blocks, decode rows a ladder with a
     constant ratio up to max_num_seqs. Of prefill there are two shapes, one long chunk or several shorter ones; with
@@ -97,11 +113,19 @@ def bucket_table(
         shapes = [long]
     # Two sizes of decode step are worth more than another width: most steps are decode steps.
     decode_levels = 2 if max_num_seqs > 1 else 1
-    levels = max(1, min(3, max_programs // (len(shapes) + decode_levels)))
+    levels = max(1, min(3, max_programs // (len(shapes) + decode_levels * decode_sizes)))
     widths = _widths(max_blocks, levels)
-    rows = _ladder(max_num_seqs, max_programs // len(widths) - len(shapes))
+    decode_programs = max_programs // len(widths) - len(shapes)  # of each width
+    sizes = min(decode_sizes, decode_programs)
+    rows = _ladder(max_num_seqs, decode_programs // sizes)
+    decode = {
+        Bucket(count, 1 + num_drafts, width, packed)
+        for count in rows
+        for width in widths
+        for packed in _packed_sizes(count, 1 + num_drafts, sizes)
+    }
     return BucketTable(
-        decode=tuple(Bucket(count, 1 + num_drafts, width) for count in rows for width in widths),
+        decode=tuple(sorted(decode)),
         prefill=tuple(Bucket(count, time, width) for count, time in shapes for width in widths),
     )
 
@@ -118,6 +142,14 @@ def _widths(max_blocks: int, levels: int) -> list[int]:
         return [max_blocks]
     middle = next(width for width in range(16, max_blocks + 1) if width * width >= 16 * max_blocks)
     return sorted({16, max_blocks} if levels == 2 else {16, middle, max_blocks})
+
+
+def _packed_sizes(rows: int, time: int, levels: int) -> list[int]:
+    """`Bucket.packed` of at most `levels` programs: ceil(rows · time ** (i / levels)), i = 1 … levels; the last is 0."""
+    sizes = range(rows + 1, rows * time)
+    # In integers, as in `_ladder`.
+    smaller = (next((size for size in sizes if size**levels >= rows**levels * time**i), 0) for i in range(1, levels))
+    return [0, *(size for size in smaller if size)]
 
 
 def _ladder(top: int, levels: int) -> list[int]:

@@ -7,6 +7,7 @@ import numpy as np
 from .buckets import BucketTable
 from .plan import DecodeStep, Int32Array
 from .sequence import Sequence
+from .verification_policy import VerificationPolicy
 
 
 @dataclass(eq=False)
@@ -52,7 +53,13 @@ class DecodeLayout:
             array.flags.writeable = False  # plans share them
         return layout
 
-    def step(self, buckets: BucketTable, grown: dict[Sequence, int], captures: tuple[int, ...]) -> DecodeStep:
+    def step(
+        self,
+        buckets: BucketTable,
+        grown: dict[Sequence, int],
+        captures: tuple[int, ...],
+        verification: VerificationPolicy | None,
+    ) -> DecodeStep:
         """A step of these rows; `grown` gives the former length of each block table that became longer."""
         first_new_block, new_blocks = self.no_first_block, self.no_blocks
         if grown:
@@ -62,8 +69,12 @@ class DecodeLayout:
                 first_new_block[place] = first
                 new_blocks[place, : len(added)] = added
                 self.width = max(self.width, len(sequence.block_table))
+        sizes, budget = buckets.decode_sizes(self.num_rows, self.width), None
+        bucket = sizes[-1]
+        if verification is not None:
+            bucket, budget = verification.choose(self.sequences, self.data_index, sizes)
         return DecodeStep(
-            bucket=buckets.choose_decode(self.num_rows, self.width),
+            bucket=bucket,
             sequences=self.sequences,
             data_index=self.data_index,
             row=self.row,
@@ -71,6 +82,7 @@ class DecodeLayout:
             first_new_block=first_new_block,
             new_blocks=new_blocks,
             captures=captures,
+            budget=budget,
         )
 
 

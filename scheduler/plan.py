@@ -80,7 +80,13 @@ class DecodeStep(Step):
     Where a sequence is in its text only the device knows while steps are in flight. Its block table then reaches as
     far as any outcome of them can need. It stops at the longest text that the sequence may reach: rows of drafts
     beyond that have no block, their writes must be dropped and their results mean nothing.
+
+    Attributes:
+        budget: int32 [data], drafts that are verified on each data index if the bucket is packed, at most its tokens
+            less the sequences there; else all are. Which of them, the device decides.
     """
+
+    budget: Int32Array | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

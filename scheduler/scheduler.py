@@ -19,6 +19,7 @@ from .prefill import Chunk, PrefillPolicy, Room, prefill_step
 from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .snapshots import SnapshotStore
+from .verification_policy import VerificationPolicy
 
 
 class Scheduler:
@@ -79,6 +80,7 @@ class Scheduler:
         prefix_caching: whether sequences start from state that earlier ones left.
         snapshot_budget: bytes of host memory for the slot states that this needs.
         decodes: False: sequences whose prompt is computed are held, for `hand_over`.
+        verification: chooses how many drafts a decode step verifies; None: all of them.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Scheduler:
         prefix_caching: bool = False,
         snapshot_budget: int = 0,
         decodes: bool = True,
+        verification: VerificationPolicy | None = None,
     ) -> None:
         self.buckets = buckets
         self.data_parallel_size = data_parallel_size
@@ -110,6 +113,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.stop_preempted_request = stop_preempted_request
         self.decodes = decodes
+        self.verification = verification
         longest = max(time for _, time in buckets.prefill_shapes)
         self.prompt_limit = max_model_len if chunked_prefill else min(max_model_len, longest)
         num_slots = -(-max_num_seqs // data_parallel_size)
@@ -336,7 +340,7 @@ class Scheduler:
             sequence.num_tokens += self.lookahead
             sequence.num_inflight_steps += 1
         grown = {s: first for s, first in grown.items() if s in self._layout.index}
-        return self._layout.step(self.buckets, grown, self._prefix.decode_captures(decoding))
+        return self._layout.step(self.buckets, grown, self._prefix.decode_captures(decoding), self.verification)
 
     def _plan_prefill(self) -> tuple[PrefillStep | None, tuple[Restore, ...]]:
         """Chooses the chunks, starts new sequences, and gives each chunk its blocks."""

@@ -112,6 +112,8 @@ class Sequence:
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
         num_cached_tokens: so many were, when it first started.
         branch: tokens whose blocks were cached when it started; a chunk of it ends there.
+        rates: of the newest drafts whose step is booked, the chances that each and all before it are accepted; None:
+            there are none, or nobody asks (see verification.py).
         imported: the state with which it starts, instead of computing its prompt; None once it has started.
         block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
         num_published: so many blocks of its table have been named, by it or by others.
@@ -148,14 +150,13 @@ class Sequence:
     most_cached_tokens: int | None = None
     num_cached_tokens: int = 0
     branch: int = 0
+    rates: list[float] | None = None
     imported: Imported | None = None
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     published: list[tuple[int, int, bytes]] = field(default_factory=list)
-    _stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._stop_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else {self.eos_id})
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.
         self.output_limit = min(self.max_tokens, self.max_model_len + 1 - self.prompt_len)
 
@@ -222,13 +223,15 @@ class Sequence:
     def _append_to_stop(self, token_ids: list[int]) -> int:
         """Takes tokens up to the first that stops it, if one does; returns how many."""
         output = self.output_token_ids
-        if self.stop_text is None and self._stop_ids.isdisjoint(token_ids):
+        may_stop = self.eos_id in token_ids and not self.ignore_eos
+        if self.stop_text is None and not may_stop and self.stop_token_ids.isdisjoint(token_ids):
             output += token_ids
             return len(token_ids)
         for count, token in enumerate(token_ids, start=1):
             output.append(token)
-            if token in self._stop_ids:
-                self.stop_reason = None if token == self.eos_id and not self.ignore_eos else token
+            is_eos = token == self.eos_id and not self.ignore_eos
+            if is_eos or token in self.stop_token_ids:
+                self.stop_reason = None if is_eos else token
             elif self.stop_text is None or (text := self.stop_text(output)) is None:
                 continue
             else:

@@ -8,7 +8,7 @@ depend on the confidences up to it, never on later ones of the same block, which
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ _STEPS_PER_SLOPE = 64
 
 
 def confidences(logits: FloatArray, temperatures: Sequence[float]) -> FloatArray:
-    """The probability that each draft is accepted if those before it are: float64 [n, drafts] of raw logits.
+    """The probability that each draft is accepted if those before it are: float64 [n, drafts] of raw logits, NaN: 0.
 
     temperatures: one per draft, positive.
     """
     scaled = np.asarray(logits, np.float64) / np.asarray(temperatures)
-    return 1 / (1 + np.exp(-np.clip(scaled, -_LARGEST_LOGIT, _LARGEST_LOGIT)))
+    return np.nan_to_num(1 / (1 + np.exp(-np.clip(scaled, -_LARGEST_LOGIT, _LARGEST_LOGIT))))
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ class StepTimes[Program]:
     """Times of step programs as they run, beside those that were measured once (DB §6.5).
 
     Arguments:
-        curve: of each program its rows and the milliseconds that it took when it was measured.
+        measured: of each program its rows and the milliseconds that it took when it was measured.
     """
 
-    def __init__(self, curve: Mapping[Program, tuple[int, float]]) -> None:
-        self._curve = dict(curve)
+    def __init__(self, measured: Mapping[Program, tuple[int, float]]) -> None:
+        self._measured = dict(measured)
         self._excess: deque[tuple[Program, float]] = deque(maxlen=_SLOPE_SAMPLES)
         self._overheads: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_OVERHEAD_SAMPLES))
         self._all_overheads: deque[float] = deque(maxlen=_OVERHEAD_SAMPLES)
         self._slope, self._until_next = 0.0, 1
 
-    def curve(self, programs: Iterable[Program]) -> list[tuple[int, float]]:
-        """(rows, ms) of these programs, rows rising, for `choose_budget`."""
-        return sorted(self._curve[program] for program in programs)
+    def baseline(self, program: Program) -> float:
+        """The milliseconds that it took when it was measured."""
+        return self._measured[program][1]
 
     def add(self, program: Program, num_sequences: int, step_ms: float, overhead_ms: float) -> None:
         """Books a step.
@@ -102,7 +102,7 @@ class StepTimes[Program]:
             step_ms: that the program took.
             overhead_ms: that the step took beside it.
         """
-        rows, baseline = self._curve[program]
+        rows, baseline = self._measured[program]
         self._excess.append((program, (step_ms - baseline) / rows))
         self._overheads[num_sequences].append(overhead_ms)
         self._all_overheads.append(overhead_ms)

@@ -43,6 +43,23 @@ def test_drafts_are_in_the_time_of_decode_programs() -> None:
     assert {bucket.time for bucket in table(num_drafts=5).decode} == {6}
 
 
+def test_decode_programs_for_fewer_drafts_stand_beside_those_for_all() -> None:
+    buckets = table(num_drafts=5, decode_sizes=2)
+    assert buckets.decode == tuple(
+        Bucket(rows, 6, width, packed)
+        for rows, tokens in ((16, 40), (256, 628))
+        for width in (16, 1024)
+        for packed in (0, tokens)
+    )
+    assert len(buckets.all) == 12
+    assert [bucket.tokens for bucket in buckets.decode_sizes(17, 16)] == [628, 1536]
+    assert buckets.choose_decode(17, 16) == Bucket(256, 6, 16)
+    small = table(num_drafts=5, decode_sizes=2, max_programs=3, max_num_seqs=8, max_blocks=16)
+    assert small.decode == (Bucket(8, 6, 16), Bucket(8, 6, 16, 20))
+    assert table(num_drafts=5, decode_sizes=2, max_programs=2, max_num_seqs=8).decode == (Bucket(8, 6, 1024),)
+    assert [b.tokens for b in table(num_drafts=7, decode_sizes=3, max_num_seqs=1, max_blocks=8).decode] == [8, 2, 4]
+
+
 def test_row_ladders_have_a_constant_ratio_and_exact_roots() -> None:
     def rows(n: int, programs: int) -> list[int]:
         return [bucket.rows for bucket in table(max_num_seqs=n, max_programs=programs, max_blocks=8).decode]
@@ -76,6 +93,7 @@ def test_the_smallest_fitting_program_is_chosen() -> None:
     max_blocks=st.integers(1, 9000),
     max_programs=st.integers(2, 20),
     chunked_prefill=st.booleans(),
+    decode_sizes=st.integers(1, 3),
     data=st.data(),
 )
 def test_some_program_serves_every_legal_step_and_there_are_not_too_many(
@@ -86,6 +104,7 @@ def test_some_program_serves_every_legal_step_and_there_are_not_too_many(
     max_blocks: int,
     max_programs: int,
     chunked_prefill: bool,
+    decode_sizes: int,
     data: st.DataObject,
 ) -> None:
     buckets = bucket_table(
@@ -96,6 +115,7 @@ def test_some_program_serves_every_legal_step_and_there_are_not_too_many(
         max_blocks=max_blocks,
         max_programs=max_programs,
         chunked_prefill=chunked_prefill,
+        decode_sizes=decode_sizes,
     )
     assert len(buckets.all) <= max_programs
     for kind in (buckets.decode, buckets.prefill):  # with chunks of one token a bucket may be of both kinds
@@ -112,8 +132,15 @@ def test_some_program_serves_every_legal_step_and_there_are_not_too_many(
     chosen = buckets.choose_decode(rows, width)
     assert chosen.rows >= rows and chosen.width >= width
     assert not any(
-        rows <= b.rows <= chosen.rows and width <= b.width <= chosen.width for b in buckets.decode if b != chosen
+        rows <= b.rows <= chosen.rows and width <= b.width <= chosen.width
+        for b in buckets.decode
+        if b != chosen and not b.packed
     )
+    sizes = buckets.decode_sizes(rows, width)
+    assert sizes[-1] == chosen and not chosen.packed and len(sizes) <= decode_sizes
+    tokens = [bucket.tokens for bucket in sizes]
+    assert tokens == sorted(set(tokens)) and tokens[0] >= chosen.rows
+    assert {(b.rows, b.time, b.width) for b in sizes} == {(chosen.rows, chosen.time, chosen.width)}
     for shape in buckets.prefill_shapes:
         assert buckets.choose_prefill(shape, width).width >= width
 

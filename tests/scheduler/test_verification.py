@@ -93,6 +93,7 @@ def test_confidences_are_logistic_in_the_scaled_logit_and_saturate() -> None:
     e = np.e
     wanted = [[0.5, e / (1 + e), 1 / (1 + np.exp(-60))], [1 / (1 + e**2), 1 / (1 + np.exp(60)), 0.75]]
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert confidences(np.asarray([[np.nan, 0.0]]), [1.0, 1.0]).tolist() == [[0.0, 0.5]]
 
 
 def test_the_slope_is_the_median_over_programs_of_medians() -> None:
@@ -107,7 +108,7 @@ def test_the_slope_is_the_median_over_programs_of_medians() -> None:
         rows, baseline = {"small": (2, 10), "middle": (4, 14), "large": (8, 20)}[program]
         excess[program].append((ms - baseline) / rows)
     assert times.slope_ms == pytest.approx(statistics.median(statistics.median(own) for own in excess.values()))
-    assert times.curve(["large", "small"]) == [(2, 10.0), (8, 20.0)]
+    assert times.baseline("large") == 20.0
 
 
 def test_programs_with_few_samples_and_old_samples_do_not_count_and_the_slope_is_never_negative() -> None:
