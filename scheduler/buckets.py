@@ -145,7 +145,7 @@ def _widths(max_blocks: int, levels: int) -> list[int]:
 
 
 def _packed_sizes(rows: int, time: int, levels: int) -> list[int]:
-    """`Bucket.packed` of at most `levels` programs: ceil(rows · time ** (i / levels)), i = 1 … levels; the last is 0."""
+    """`Bucket.packed` of at most `levels` programs: ceil(rows · time ** (i / levels)), i = 1 … levels, 0 the last."""
     sizes = range(rows + 1, rows * time)
     # In integers, as in `_ladder`.
     smaller = (next((size for size in sizes if size**levels >= rows**levels * time**i), 0) for i in range(1, levels))
