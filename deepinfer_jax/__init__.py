@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.model.dspark import draft
     from deepinfer_jax.model.forward import ForwardOutput, forward
+    from deepinfer_jax.model.generation import generate_tokens
     from deepinfer_jax.params import Params
+    from deepinfer_jax.sampling import SampleFn, SamplerState, sample_fn
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,10 @@ _HOME = {
     "init_cache": "cache",
     "forward": "model.forward",
     "draft": "model.dspark",
+    "generate_tokens": "model.generation",
+    "sample_fn": "sampling",
+    "SampleFn": "sampling",
+    "SamplerState": "sampling",
     "ModelConfig": "config",
     "Params": "params",
     "ForwardOutput": "model.forward",
@@ -58,14 +64,18 @@ __all__ = [
     "ModelConfig",
     "Params",
     "RequestOutput",
+    "SampleFn",
+    "SamplerState",
     "SamplingParams",
     "SequenceState",
     "draft",
     "forward",
+    "generate_tokens",
     "init_cache",
     "init_params",
     "load_config",
     "load_params",
+    "sample_fn",
 ]
 
 

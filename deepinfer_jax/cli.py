@@ -74,7 +74,7 @@ def generate(
             precision=precision,
         )
         progress = sys.stderr.isatty() and len(prompts) > 1
-        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=progress)  # type: ignore[assignment]
+        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=progress)
         for given, outputs in zip(prompts, results, strict=True):
             text = answer_text(outputs, llm.get_tokenizer().decode)
             typer.echo(_as_json(given, text, outputs) if json_lines else given + text)

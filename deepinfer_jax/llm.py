@@ -1,5 +1,7 @@
 """`LLM`: a list of prompts in, a list of results out (DB §1.1)."""
 
+import dataclasses
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,13 +102,15 @@ class LLM:
         *,
         on_invalid: Literal["raise", "report"] = "raise",
         strip_eos: bool = True,
-    ) -> list[str] | list[list[RequestOutput]]:
+    ) -> list[Any]:
         """Generates for every prompt; result i belongs to prompt i, always.
 
         Arguments:
             prompts: one text or several; each is encoded by the tokenizer, with its special tokens.
             sampling_params: one object for all prompts, or one per prompt. Each request works on a copy, and
                 draws a seed of its own if the object has none. A field that was set to a bad value is an error.
+                With n > 1 a prompt has n completions: the first has the seed of `seq_seed`, if there is one, the others
+                have seeds that are derived from it.
             prompt_token_ids: one list of ids per prompt; wins over `prompts`.
             use_tqdm: shows a progress bar.
             multi_modal_data: None, or None for every prompt: the engine of this version takes text.
@@ -115,8 +119,9 @@ class LLM:
                 string mode an empty string.
             strip_eos: string mode leaves out the text of the end-of-sequence token.
 
-        Returns texts, or with `decode_sequence=False` for each prompt the list of its outputs, one per token. What
-        went wrong for a prompt is in `last_errors` in both cases.
+        Returns texts, or with `decode_sequence=False` for each prompt the list of its outputs, one per token; where a
+        prompt's n is above 1, the list of n of these. A text ends before the stop text that ended it. What went wrong
+        for a prompt is in `last_errors`.
 
         Raises ValueError if both prompt arguments are missing or differ in length, or if the list of sampling
         parameters has another length; TypeError for what is no list; before anything runs.
@@ -144,15 +149,19 @@ class LLM:
         problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
         if problems and on_invalid == "raise":
             raise ValueError(next(iter(problems.values())))
-        results = self._run(checked, use_tqdm)
+        flat = iter(self._run([completion for one in checked for completion in _completions(one)], use_tqdm))
+        results = [[next(flat) for _ in range(one.params.n)] for one in checked]
 
-        self.last_errors = problems | {
-            i: outputs[-1].message for i, outputs in enumerate(results) if outputs[-1].message and i not in problems
-        }
-        if not self.decode_sequence:
-            return results
-        decode = self.get_tokenizer().decode
-        return [answer_text(outputs, decode, strip_eos=strip_eos) for outputs in results]
+        messages = {i: [own[-1].message for own in outputs if own[-1].message] for i, outputs in enumerate(results)}
+        self.last_errors = {i: found[0] for i, found in messages.items() if found} | problems
+        if self.decode_sequence:
+            decode = self.get_tokenizer().decode
+            answers: list[list[Any]] = [
+                [answer_text(own, decode, strip_eos=strip_eos) for own in outputs] for outputs in results
+            ]
+        else:
+            answers = list(results)
+        return [own if one.params.n > 1 else own[0] for one, own in zip(checked, answers, strict=True)]
 
     def _check(self, source: Any, is_text: bool, params: SamplingParams) -> _Checked:
         ids = np.empty(0, np.int64)
@@ -198,6 +207,22 @@ class LLM:
             engine.abort_request([str(first_id + position) for position in range(len(checked))])
             engine.step()
             raise
+
+
+def _completions(one: _Checked) -> list[_Checked]:
+    """The requests that a prompt is, one for each completion."""
+    return [
+        dataclasses.replace(one, params=dataclasses.replace(one.params, n=1, seq_seed=_seed_of(one.params, number)))
+        for number in range(one.params.n)
+    ]
+
+
+def _seed_of(params: SamplingParams, number: int) -> int | None:
+    """The seed of a completion: that of the parameters for the first, unrelated ones for the others."""
+    if params.seq_seed is None or number == 0:
+        return params.seq_seed
+    words = params.seq_seed.to_bytes(8, "little") + number.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def _sources(prompts: Iterable[str] | None, prompt_token_ids: Iterable[Any] | None) -> list[Any]:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -10,7 +11,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "hand-over", "forward"])
+@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "hand-over", "forward", "sampler"])
 def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     registry, ports = CollectorRegistry(), list[int]()
@@ -31,6 +32,9 @@ def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if "streamed" in namespace:
         streamed = namespace["streamed"]
         assert isinstance(streamed, list) and len(streamed) == 8
+    if "drawn" in namespace:
+        drawn = namespace["drawn"]
+        assert isinstance(drawn, jax.Array) and len({3, 4, 5, *drawn[0].tolist()}) == 11
     if "completions" in namespace:
         tokens = namespace["tokens"]
         assert isinstance(tokens, list) and len(tokens) == 8

@@ -13,6 +13,7 @@ from deepinfer_jax.sampling.filters import processed_logprobs
 from deepinfer_jax.sampling.lists import MIN_LOGPROB, prompt_logprobs, token_logprobs
 from deepinfer_jax.sampling.options import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.sampling.randomness import random_words
+from deepinfer_jax.sampling.research import SampleFn, SamplerState, sample_fn
 from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, SamplingRows, plain_rows
 from deepinfer_jax.sampling.sample import Sampled, sample
 
@@ -23,8 +24,10 @@ __all__ = [
     "NO_OPTIONS",
     "Adjustments",
     "DraftRows",
+    "SampleFn",
     "Sampled",
     "SamplerOptions",
+    "SamplerState",
     "SamplingRows",
     "draw_draft",
     "plain_rows",
@@ -32,5 +35,6 @@ __all__ = [
     "prompt_logprobs",
     "random_words",
     "sample",
+    "sample_fn",
     "token_logprobs",
 ]

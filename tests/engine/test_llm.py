@@ -1,5 +1,6 @@
 """`LLM.generate` over the toy model: alignment, forms of input and output, refusals before anything runs."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -242,3 +243,32 @@ def test_the_engine_and_the_tokenizer_are_at_hand_and_close_frees() -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate(["AB"])
+
+
+def test_several_completions_of_a_prompt_have_seeds_of_their_own_and_repeat() -> None:
+    llm = make_llm()
+    several = SamplingParams(n=3, max_tokens=8, seq_seed=11, ignore_eos=True)
+    one = dataclasses.replace(several, n=1)
+    found = llm.generate(["AB", "CD"], [several, one], use_tqdm=False)
+    assert len(set(found[0])) == 3 and isinstance(found[1], str)
+    assert found == llm.generate(["AB", "CD"], [several, one], use_tqdm=False)
+    assert found[0][0] == llm.generate("AB", one)[0]
+    listed: Any = make_llm(decode_sequence=False).generate("AB", several, use_tqdm=False)
+    assert [letters([output.token_id for output in outputs]) for outputs in listed[0]] == found[0]
+    unseeded = llm.generate("AB", dataclasses.replace(several, seq_seed=None), use_tqdm=False)
+    assert len(set(unseeded[0])) == 3
+
+
+def test_a_bad_prompt_of_several_completions_has_as_many_refusals() -> None:
+    llm = make_llm()
+    params = SamplingParams(n=2, max_tokens=2, temperature=0)
+    texts = llm.generate(None, params, [[5], [VOCAB]], on_invalid="report", use_tqdm=False)
+    assert texts == [[letters(greedy_twin(TABLE, [5], 2))] * 2, ["", ""]]
+    assert list(llm.last_errors) == [1]
+
+
+def test_a_text_ends_before_the_stop_text() -> None:
+    llm = make_llm()
+    whole = letters(greedy_twin(TABLE, [5, 6], 8))
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop=whole[4:6])
+    assert llm.generate(None, params, [[5, 6]], use_tqdm=False) == [whole[: whole.index(whole[4:6])]]

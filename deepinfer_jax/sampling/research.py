@@ -1,0 +1,85 @@
+"""Sampling as a function of plain arrays, to be used, changed or replaced in research (`generate_tokens`)."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from deepinfer_jax.sampling.adjust import Adjustments
+from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, plain_rows
+from deepinfer_jax.sampling.sample import sample
+
+
+class SampleFn(Protocol):
+    """What chooses the next token of one sequence; pure, so that it can be under `jax.jit` and `jax.vmap`."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, logits: Array, state: Any, key: Array, history: Array) -> tuple[Array, Any]:
+        """The token, int32 [], and the state that comes with the next call.
+
+        Args:
+            logits: float32 [vocab].
+            state: any pytree; what it means is the function's.
+            key: of `jax.random`, another one in each call.
+            history: the sequence so far, int32 [length]; negative where nothing stands yet.
+        """
+
+
+@struct.dataclass
+class SamplerState:
+    """The state of `sample_fn`: `SamplingParams` as numbers, each a float or an array [].
+
+    Attributes:
+        temperature: below 1e-5 it is the argmax.
+        top_p, top_k, min_p: 1, -1 and 0 switch them off.
+        presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 switch them off.
+        prompt_len: so many tokens of the history are the prompt, of which the first two penalties know nothing.
+    """
+
+    temperature: Any = 1.0
+    top_p: Any = 1.0
+    top_k: Any = -1
+    min_p: Any = 0.0
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+    repetition_penalty: Any = 1.0
+    prompt_len: Any = 0
+
+
+def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) -> tuple[Array, SamplerState]:
+    """The engine's sampler as a `SampleFn`; the state stays as it is.
+
+    A row's token depends on these arguments alone; the random numbers are not those that an engine draws for a request.
+    """
+
+    def row(value: Any, dtype: Any) -> Array:
+        return jnp.asarray(value, dtype)[None]
+
+    vocab, held = logits.shape[0], jnp.arange(history.shape[0]) < state.prompt_len
+    prompt = jnp.where(held & (history >= 0), history, vocab)  # out of range and dropped
+    nothing = jnp.zeros((1, 1), jnp.int32)
+    tables = Adjustments(
+        edit_ids=nothing - 1,
+        edit_values=nothing.astype(jnp.float32),
+        edit_until=nothing,
+        counts=jnp.zeros((1, vocab), jnp.int32).at[0, prompt].set(1, mode="drop"),
+        masks=jnp.zeros((1, -(-vocab // 32)), jnp.uint32),
+    )
+    greedy = row(state.temperature, jnp.float32) < GREEDY_TEMPERATURE
+    rows = plain_rows(1)._replace(
+        temperature=jnp.where(greedy, GREEDY_TEMPERATURE, row(state.temperature, jnp.float32)),
+        greedy=greedy,
+        top_p=row(state.top_p, jnp.float32),
+        top_k=row(state.top_k, jnp.int32),
+        min_p=row(state.min_p, jnp.float32),
+        presence=row(state.presence_penalty, jnp.float32),
+        frequency=row(state.frequency_penalty, jnp.float32),
+        repetition=row(state.repetition_penalty, jnp.float32),
+        seed=jax.random.bits(key, (1, 2), jnp.uint32),
+        counts=jnp.zeros(1, jnp.int32),
+        uncounted=jnp.where(held, -1, history)[None],
+    )
+    return sample(logits[None], rows, tables=tables).tokens[0], state
