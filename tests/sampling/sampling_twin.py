@@ -46,7 +46,8 @@ def brute_force_logprobs(
     if top_k >= 0:
         keep &= np.arange(len(p)) < top_k
     result = np.full(len(p), -np.inf)
-    result[order[keep]] = np.log(p[order[keep]]) - np.log(p[order[keep]].sum())
+    with np.errstate(divide="ignore"):  # logits may be -inf
+        result[order[keep]] = np.log(p[order[keep]]) - np.log(p[order[keep]].sum())
     return result
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
 from deepinfer_jax.sampling import DraftRows, SamplingRows
@@ -46,6 +48,29 @@ def test_judged_drafts_have_the_targets_distribution(
     assert_distributed(tokens[~accepted], np.maximum(p - q, 0))
     rate = np.minimum(p, q).sum()
     assert abs(accepted.mean() - rate) < 4 * np.sqrt(rate * (1 - rate) / DRAWS)  # 4 standard errors
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_p=st.sampled_from([0.2371, 0.9377, 1.0]),
+    top_k=st.sampled_from([-1, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.0317]),
+    raw=st.booleans(),
+)
+def test_a_judged_token_is_told_as_a_plain_one_would_be(seed: int, raw: bool, **filters: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(rng.normal(size=(4, VOCAB)) * 3, jnp.float32)
+    rows = make_rows(4, seed=[seed, 1], raw_logprobs=raw, **filters)
+    drafts = DraftRows(*draft_jit(logits[::-1], rows))
+    judged = sample_jit(logits, rows, drafts=drafts, num_top=3)
+    plain = sample_jit(logits, rows._replace(forced=judged.tokens), num_top=3)
+    np.testing.assert_array_equal(judged.logprobs, plain.logprobs)
+    np.testing.assert_array_equal(judged.top_tokens, plain.top_tokens)
+    np.testing.assert_array_equal(judged.top_logprobs, plain.top_logprobs)
+    assert (np.exp(judged.top_logprobs).sum(axis=1) <= 1 + 1e-6).all()
+    assert (np.diff(judged.top_logprobs, axis=1) <= 0).all()
 
 
 def test_a_draft_of_the_target_itself_is_always_accepted() -> None:
