@@ -221,11 +221,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="written in version 1 of the format, this engine reads 2"):
             SequenceState.load(file)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
             ({"precision": "float32"}, "precision float32_exact, this engine computes in float32"),
-            pytest.param({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32", marks=pytest.mark.slow),
+            ({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32"),
         ],
     )
     def test_another_engine(self, file: Path, folder: Path, options: dict[str, Any], reason: str) -> None:

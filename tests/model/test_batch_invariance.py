@@ -122,7 +122,7 @@ def check(name: str, precision: str, way: Way) -> None:
     assert differences(outputs | state(config, cache, way.row), alone(name, precision)) == []
 
 
-@pytest.mark.parametrize("precision", ["float32", "reference"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("way", FEW_WAYS, ids=str)
 def test_a_row_has_the_same_bits_however_it_is_fed(way: Way, precision: str) -> None:
     check("small", precision, way)
@@ -164,7 +164,8 @@ def test_drafts_have_the_same_bits_in_any_batch() -> None:
     assert differences(found[1], found[0]) == []
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
 def test_a_paged_cache_gives_the_bits_of_a_dense_one_at_any_table_width(packed: bool) -> None:
     """Blocks of 8 tokens in no order, between those of a neighbour; chunks of 16 and then tokens one by one."""
     config, params = weights("small", "reference")

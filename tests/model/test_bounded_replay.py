@@ -137,10 +137,9 @@ def same_bits(ours: np.ndarray, wanted: np.ndarray) -> bool:
     return ours.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(LONGER, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "way", ["at once", "in chunks of 7", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [LENGTHS, LONGER])
+@pytest.mark.parametrize("way", list(WAYS))
 def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut(
     way: str, lengths: tuple[int, ...]
 ) -> None:
@@ -152,6 +151,7 @@ def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut
         assert all(same_bits(ours[position], wanted[position]) for position in ours)
 
 
+@pytest.mark.slow
 def test_compact_gives_the_bits_of_mask_after_steps_in_which_no_row_or_only_some_keep_anything() -> None:
     """Chunks of 32: at the start of both prompts nothing is kept, and on at most one of them from the second on."""
     lengths = (93, 2 * CHUNK)
@@ -189,6 +189,7 @@ def test_a_step_in_which_no_row_keeps_anything_runs_no_consumer_layer() -> None:
     assert some.lengths.tolist() == [0, 1] and np.isnan(some.hidden[1, 0]).all()
 
 
+@pytest.mark.slow
 def test_global_state_is_that_of_the_exact_model_bit_for_bit() -> None:
     """Entries and index keys of all positions come from producers and from the input of layer P."""
     exact = run(None)
@@ -231,6 +232,7 @@ def test_without_batch_invariance_the_modes_differ_by_rounding_only() -> None:
             assert np.abs(state - wanted[position]).max() < 2e-5 * np.abs(wanted[position]).max()
 
 
+@pytest.mark.slow
 def test_mask_is_the_model_whose_consumers_see_no_key_before_the_kept_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule of DB §9 for each row, with attention by brute force in float64."""
     text, params = small_config().text, small_params("float32_exact")

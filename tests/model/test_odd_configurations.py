@@ -137,6 +137,8 @@ CASES = {
     ),
 }
 SLOW = {
+    "top-1 router, Engram with 2-grams and three heads first and last",
+    "one expert, one output group, two streams, one Sinkhorn round",
     "candidate blocks of one entry, one pick",
     "every channel rotates, no YaRN, more picks than entries",
     "reindex at ratio 2, then another source under its candidates",
