@@ -44,6 +44,8 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Nucleus, in (0, 1].")] = 1.0,
     top_k: Annotated[int, typer.Option(help="-1 is off.")] = -1,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="File of a JSON Schema that the text must satisfy.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
     trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
@@ -56,12 +58,14 @@ def generate(
         from deepinfer_jax.engine.sampling_params import SamplingParams
         from deepinfer_jax.llm import LLM
 
+        so_args = _so_args(json_schema, regex)
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
                 max_tokens=max_tokens,
+                so_args=so_args,
                 seq_seed=None if seed is None else seed + index,  # equal prompts may differ, reproducibly
             )
             for index in range(len(prompts))
@@ -194,6 +198,20 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if not lines:
         raise ValueError(f"{file or 'stdin'} holds no prompt; give --prompt TEXT, or lines of text")
     return lines
+
+
+def _so_args(json_schema: Path | None, regex: str | None) -> dict[str, str] | None:
+    """What --json-schema or --regex ask for, as `SamplingParams.so_args`."""
+    if json_schema is not None and regex is not None:
+        raise ValueError("give either --json-schema or --regex, not both")
+    if regex is not None:
+        return {"schema_type": "regex", "schema": regex}
+    if json_schema is None:
+        return None
+    try:
+        return {"schema_type": "json", "schema": json_schema.read_bytes().decode("utf-8-sig")}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{json_schema} is not UTF-8 text: {error}") from None
 
 
 def _model_or_embedded(model: Path | None) -> Path:

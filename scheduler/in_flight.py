@@ -32,6 +32,11 @@ class PlansInFlight:
         if not self._plans[0]:
             self._plans.pop(0)
 
+    def prefills(self, sequence: Sequence) -> bool:
+        """Whether a chunk of the sequence is in flight whose results will be booked for it."""
+        steps = (step for steps in self._plans for step in steps if isinstance(step, PrefillStep))
+        return any(sequence in step.sequences and sequence not in step.dropped for step in steps)
+
     def drop(self, sequence: Sequence) -> None:
         """Has the results of a sequence passed over."""
         for steps in self._plans:

@@ -265,7 +265,9 @@ class Scheduler:
             self._release(sequence)
         return taken
 
-    def abort(self, request_ids: Collection[str]) -> tuple[int, int]:
+    def abort(
+        self, request_ids: Collection[str], status: SequenceStatus = SequenceStatus.FINISHED_ABORTED
+    ) -> tuple[int, int]:
         """Ends the unfinished sequences with these request ids and frees what they hold; unknown ids are no error.
 
         The next plan reports each of them, whatever it was doing. Returns how many ended and the sum of their
@@ -278,7 +280,7 @@ class Scheduler:
         for sequence in found:
             if sequence.state_id >= 0:
                 self._release(sequence)
-            self._ignore(sequence, SequenceStatus.FINISHED_ABORTED)
+            self._ignore(sequence, status)
         return len(found), sum(map(len, found))
 
     def hand_over(self, sequence: Sequence) -> None:
@@ -313,7 +315,10 @@ class Scheduler:
             sequence
             for sequence in self._holders.running
             if sequence.schedulable
-            and not (sequence.waits_for_results and sequence.num_inflight_steps)
+            and not (
+                sequence.waits_for_results
+                and (sequence.num_inflight_steps or self._in_flight.prefills(sequence))  # a chunk may sample nothing
+            )
             and len(sequence.output_token_ids) + sequence.num_inflight_steps < sequence.output_limit
         ]
         short = [s for s in self._decoding if s.num_tokens + lookahead > len(s.block_table) * tokens_per_block]

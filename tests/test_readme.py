@@ -1,5 +1,6 @@
 """The README's Python runs as it stands."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,9 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["generate", "engine", "async", "hand-over", "forward", "sampler"])
+@pytest.mark.parametrize(
+    "code", BLOCKS, ids=["generate", "structured", "engine", "async", "hand-over", "forward", "sampler"]
+)
 def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     registry, ports = CollectorRegistry(), list[int]()
@@ -22,6 +25,9 @@ def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if "texts" in namespace:
         texts = namespace["texts"]
         assert isinstance(texts, list) and len(texts) == 2 and all(texts)
+    if "document" in namespace:
+        document = namespace["document"]
+        assert isinstance(document, str) and set(json.loads(document)) == {"name", "age"}
     if "answers" in namespace:
         answers = namespace["answers"]
         assert isinstance(answers, dict) and [len(answers[name]) for name in "ab"] == [8, 8]

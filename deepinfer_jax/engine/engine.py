@@ -16,6 +16,7 @@ from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.diagnosis import explain_failures
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.garbage import collector_paused
+from deepinfer_jax.engine.grammars import Grammars
 from deepinfer_jax.engine.handover import SequenceState, check_state, computed_state
 from deepinfer_jax.engine.launch import Launched, launch
 from deepinfer_jax.engine.loading import load_parts
@@ -30,6 +31,9 @@ from deepinfer_jax.engine.values import number
 from deepinfer_jax.scheduler import Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
 logger = logging.getLogger(__name__)
+
+_GRAMMAR_WAIT = 0.01
+"""Seconds that a step waits for a grammar if there is nothing else to do; new requests come in between two steps."""
 
 
 class LLMEngine:
@@ -77,6 +81,7 @@ class LLMEngine:
             snapshot_budget=args.snapshot_memory_bytes,
             decodes=args.engine_type != EngineType.PROMPT,
         )
+        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail_grammar)
         self._open: dict[str, Sequence] = {}  # requests that have not given their last output
         self._computed: dict[str, Sequence] = {}  # those of them that wait for their export
         self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
@@ -231,6 +236,8 @@ class LLMEngine:
     ) -> Sequence:
         """Hands the scheduler a sequence with these fields."""
         keep, prompt_len = self.limits.keep_tokens, len(prompt_token_ids)
+        structured = params.structured()
+        constraint = None if structured is None else self._grammars.constraint(structured)
         refusal = self._scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
         sequence = Sequence(
             seq_id=self._next_seq_id,
@@ -243,13 +250,17 @@ class LLMEngine:
             stop_text=StopTexts(self.tokenizer.decode, tuple(params.stop), params.min_tokens) if params.stop else None,
             # Of earlier tokens bounded replay leaves no windows in the consumer layers.
             most_cached_tokens=None if keep is None else max(prompt_len - keep, 0),
-            request=Request(params, seed=seed, error=refusal or ""),
+            schedulable=constraint is None,  # until its grammar is compiled
+            waits_for_results=constraint is not None,
+            request=Request(params, seed=seed, error=refusal or "", constraint=constraint),
             **fields,
         )
         self._next_seq_id += 1
         with self._losing_all_on_failure():
             self._open[sequence.request_id] = sequence
             self._scheduler.add_sequence(sequence)
+            if constraint is not None and not sequence.status.finished:
+                self._grammars.add(sequence)
         return sequence
 
     def check_params(self, params: SamplingParams) -> None:
@@ -266,7 +277,14 @@ class LLMEngine:
         if problem := id_problem(ids, self.vocab_size):
             return problem
         golden = np.maximum(np.asarray(params.golden_token_ids or [], np.int64), 0)
-        named = {"golden_token_ids": golden, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        structured = params.structured()
+        named = {
+            "golden_token_ids": golden,
+            "logit_bias": params.logit_bias,
+            "stop_token_ids": params.stop_token_ids,
+            "trigger_token_ids": structured.trigger if structured else None,
+            "bound_token_id": [structured.bound] if structured and structured.bound is not None else None,
+        }
         for name, own in named.items():
             if problem := id_problem(np.asarray(list(own if own is not None else ()), np.int64), self.vocab_size):
                 return f"{name}: {problem}"
@@ -285,6 +303,9 @@ class LLMEngine:
         self._check_open()
         with self._losing_all_on_failure(), collector_paused():
             num_due = len(self._launched)
+            self._grammars.pump()
+            if not num_due and self._grammars.num_pending == self.get_num_unfinished_requests() > 0:
+                self._grammars.wait(_GRAMMAR_WAIT)
             self._launch(self._plan())
             if not self.limits.zero_overhead_scheduling:
                 num_due = len(self._launched)
@@ -360,6 +381,7 @@ class LLMEngine:
         self._closed = True
         for kept in (self._open, self._computed, self._ready, self._launched):
             kept.clear()
+        self._grammars.close()
         self._diagnose = None  # it holds the parameters
         self._runner.close()
 
@@ -409,6 +431,7 @@ class LLMEngine:
             if isinstance(step, PrefillStep):
                 self._note_first_tokens(outputs, arrived)
             self._emit(outputs)
+            self._grammars.follow(step, result)
             self._stats.seconds["wait"] += arrived - start
             self._stats.seconds["process"] += time.perf_counter() - arrived
 
@@ -419,6 +442,11 @@ class LLMEngine:
                 self._stats.first_token.add(arrived - sequence.arrival_time)
                 if self.args.engine_type is EngineType.PROMPT and not output.finished:
                     self._computed[output.request_id] = sequence
+
+    def _fail_grammar(self, sequence: Sequence, reason: str) -> None:
+        """Ends a sequence whose grammar failed; the next plan reports it."""
+        sequence.request.error = reason
+        self._scheduler.abort([sequence.request_id], SequenceStatus.FINISHED_SO_FAILED)
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         self._ready += outputs

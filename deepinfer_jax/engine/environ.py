@@ -144,11 +144,13 @@ class Environment:
     DECODE_PERF_CACHE_TTL_SEC = _not_yet(INTEGER, 3600, "seconds that measured decode times stay valid")
 
     # grammars
-    XGRAMMAR_DEBUG = _not_yet(BOOLEAN, False, "print what the grammar does")
-    XGRAMMAR_TIMEOUT = _not_yet(INTEGER, 20, "seconds for a grammar to be ready")
-    XGRAMMAR_DISABLE_CACHE = _not_yet(BOOLEAN, False, "compile every grammar anew")
-    XGRAMMAR_CACHE_LIMIT_BYTES = _not_yet(INTEGER, 10 << 30, "bytes of compiled grammars that are kept")
-    SO_BUILDER_CPUS = _not_yet(INTEGER, 4, "threads that compile grammars")
+    XGRAMMAR_TIMEOUT = Variable(INTEGER, 20, "seconds from submission until a grammar must be ready", "engine")
+    XGRAMMAR_DISABLE_CACHE = Variable(BOOLEAN, False, "compile every grammar anew", "engine")
+    XGRAMMAR_CACHE_LIMIT_BYTES = Variable(
+        INTEGER, 10 << 30, "bytes of compiled grammars that are kept, about; 0 or less: no limit", "engine"
+    )
+    SO_BUILDER_CPUS = Variable(INTEGER, 4, "threads that compile grammars", "engine")
+    XGRAMMAR_DEBUG = _not_on_xla(BOOLEAN, False, "print what the grammar does", "llguidance follows the grammars")
 
     # images
     USE_MULTIMODAL_POOL = _not_yet(BOOLEAN, None, "pass pictures by shared memory")

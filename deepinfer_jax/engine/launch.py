@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
-from deepinfer_jax.engine.request import forced_tokens, prefill_columns, sampling_columns
+from deepinfer_jax.engine.grammars import write_masks
+from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns
 from deepinfer_jax.runtime.runner import InFlight, Runner
 from deepinfer_jax.runtime.state_programs import PendingBytes
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
@@ -45,6 +46,7 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     if plan.restores:
         _restore(runner, plan.restores, limits.tokens_per_block)
     write_adjustments(runner, plan, vocab_size)
+    write_masks(runner, plan)
     launched = []
     if plan.prefill is not None:
         result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens))
@@ -52,7 +54,9 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     if plan.decode is not None:
         params = [sequence.request.params for sequence in plan.decode.sequences]
         forced = forced_tokens(plan.decode) if any(p.golden_token_ids for p in params) else None
-        result = runner.decode(plan.decode, forced, any(p.top_logprobs for p in params))
+        constrained = any(sequence.request.constraint is not None for sequence in plan.decode.sequences)
+        masked = mask_bits(plan.decode) if constrained else None
+        result = runner.decode(plan.decode, forced, masked, any(p.top_logprobs for p in params))
         launched.append(Launched(plan.decode, result, _capture(runner, plan.decode)))
     return launched
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_jax.engine.constraint import Constraint
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence
 
@@ -21,6 +22,7 @@ class Request:
         prompt_logprobs: entry i belongs to prompt token i + 1; grows with the chunks.
         launched: whether some step of it has been launched.
         error: why the engine ended it, "" if it did not.
+        constraint: its grammar; None if it has none.
     """
 
     params: SamplingParams
@@ -28,6 +30,7 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     launched: bool = False
     error: str = ""
+    constraint: Constraint | None = None
 
     def take_prompt_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the entries `start`, `start` + 1, … that are not there yet.
@@ -88,6 +91,7 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
     return sampling_columns(step.sequences) | {
         # After a preemption the last token is known; the step takes it as if it had sampled it.
         "forced": np.asarray([s.last_token_id if s.output_len else p.forced_token(0) for s, p, _ in rows], np.int32),
+        "masked": np.where(step.samples, mask_bits(step), 0),
         "next_token": np.asarray(
             [s.prompt_token_ids[end] if end < s.prompt_len else 0 for s, _, end in rows], np.int32
         ),
@@ -99,6 +103,12 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
             [0 if keep_tokens is None else max(s.prefill_len - keep_tokens, 0) for s in step.sequences], np.int32
         ),
     }
+
+
+def mask_bits(step: PrefillStep | DecodeStep) -> npt.NDArray[np.int32]:
+    """int32 [rows]: bit j says whether mask j of the row's slot holds."""
+    constraints = [sequence.request.constraint for sequence in step.sequences]
+    return np.asarray([0 if constraint is None else constraint.bits() for constraint in constraints], np.int32)
 
 
 def forced_tokens(step: DecodeStep) -> npt.NDArray[np.int32]:

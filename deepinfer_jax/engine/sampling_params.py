@@ -8,6 +8,7 @@ import numpy as np
 
 from deepinfer_jax.engine.values import boolean, integer, number
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MAX_EDITS
+from deepinfer_jax.structured import StructuredArgs, so_args_of, structured_args
 
 _MAX_INT32 = 2**31 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -34,7 +35,9 @@ class SamplingParams:
             is not among them.
         first_n_token_no_eos: only 1 acts: the first output token is not EOS.
         eos_id: set by the engine from the tokenizer.
-        so_args: structured output; not in this version, must be None.
+        so_args: structured output (DB §8.1): a dict of schema_type ("json", "regex" or "ebnf"), schema (a string) and,
+            if the text is free until these ids came in a row, trigger_token_ids; after the id bound_token_id they must
+            come at once. A JSON Schema allows no properties but those it lists, unless it says so.
         golden_token_ids: output i is forced to entry i; -1 leaves it free.
         seq_seed: the 64-bit key of the request's random numbers; None draws one per request (DeepInfer draws it
             here, so that prompts that share an object share their seed).
@@ -50,6 +53,8 @@ class SamplingParams:
         n: completions of each prompt, of independent seeds; of `LLM.generate` only.
         logprobs_mode: "processed_logprobs": of the distribution sampled from, as DeepInfer; "raw_logprobs": of the
             model's, whatever temperature, filters, biases, penalties and masks do to it.
+        response_format: the same in OpenAI's words: a dict of type "text", "json_object", or "json_schema" with
+            json_schema = {"schema": …, "strict": …}; or so_args, not both.
 
     Raises ValueError or TypeError with the field's name for anything else.
     """
@@ -77,13 +82,15 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     logprobs_mode: str = "processed_logprobs"
+    response_format: Any = None
 
     def __post_init__(self) -> None:
         self._check_sampling()
         self._check_length_and_reports()
         self.first_n_token_no_eos = integer("first_n_token_no_eos", self.first_n_token_no_eos)
-        if self.so_args is not None:
-            raise ValueError("so_args: structured output is not part of this version; leave it None")
+        if self.so_args is not None and self.response_format is not None:
+            raise ValueError("so_args and response_format both say what the output must be; give one of them")
+        self.structured()
         if self.golden_token_ids is not None:
             self.golden_token_ids = _ids("golden_token_ids", self.golden_token_ids, least=-1)
         self.logit_bias = _biases(self.logit_bias or {}) or None
@@ -163,6 +170,11 @@ class SamplingParams:
         if self.first_n_token_no_eos == 1:
             edits.append((self.eos_id, -np.inf, prompt_len + 1))
         return edits
+
+    def structured(self) -> StructuredArgs | None:
+        """What so_args or response_format ask for, None if they ask for nothing. Raises what `structured_args` does."""
+        so_args = so_args_of(self.response_format) if self.so_args is None else self.so_args
+        return None if so_args is None else structured_args(so_args)
 
     def forced_token(self, output_index: int) -> int:
         """The id that output `output_index` is forced to, -1 if it is free."""

@@ -212,6 +212,7 @@ class Runner:
             "write_blocks": moves_blocks,
             "poison": poisons,
             "write_adjustments": True,
+            "write_masks": True,
         }
         self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
@@ -222,7 +223,7 @@ class Runner:
     @property
     def compile_count(self) -> int:
         """How many step programs this runner has; `warm_up` makes all, a step never one. Those that move state come
-        beside them, at most six."""
+        beside them, at most seven."""
         return len(self._programs)
 
     def warm_up(self, *, progress: bool = False) -> None:
@@ -257,9 +258,19 @@ class Runner:
         wants_top, wants_prompt = (bool(np.any(sampling[name])) for name in ("wants_top", "wants_prompt_logprobs"))
         return self._launch("prefill", step, packed, wants_top, wants_prompt)
 
-    def decode(self, step: DecodeStep, forced: npt.NDArray[np.int32] | None, wants_top: bool) -> InFlight:
-        """Launches a decode step; forced: int32 [n], an id that a row must produce, −1 for none; None: no row."""
-        packed = pack_decode(step, self._shape.data, self._shape.slots, forced, wants_top)
+    def decode(
+        self,
+        step: DecodeStep,
+        forced: npt.NDArray[np.int32] | None,
+        masked: npt.NDArray[np.int32] | None,
+        wants_top: bool,
+    ) -> InFlight:
+        """Launches a decode step.
+
+        forced: int32 [n], an id that a row must produce, −1 for none; None: no row. masked: int32 [n], which of its
+        slot's masks hold, bit j: of the row's j-th token; None: no mask.
+        """
+        packed = pack_decode(step, self._shape.data, self._shape.slots, forced, masked, wants_top)
         return self._launch("decode", step, packed, wants_top, False)
 
     def read_slots(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> PendingBytes:
@@ -313,6 +324,18 @@ class Runner:
         edit_rows = where.spread(np.hstack([slots[:, None], edits]), shape.data, SLOT_ROWS, shape.slots)
         for inputs in zip(edit_rows, where.spread(counts, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("write_adjustments", *inputs)
+
+    def write_masks(
+        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32]
+    ) -> None:
+        """Launches the writing of the masks of n slots for the steps that follow.
+
+        data_index, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
+        """
+        where, shape = places(data_index, SLOT_ROWS), self._shape
+        numbers = where.spread(slots, shape.data, SLOT_ROWS, shape.slots)
+        for inputs in zip(numbers, where.spread(masks, shape.data, SLOT_ROWS, 0), strict=True):
+            self._write("write_masks", *inputs)
 
     def read_blocks(self, data_index: int, blocks: Sequence[int]) -> PendingBytes:
         """Launches the reading of n blocks of one data index; result [n, block_bytes]."""

@@ -87,6 +87,11 @@ def with_adjustments(kept: Adjustments, packed: Array, counts: Array) -> Adjustm
     )
 
 
+def with_masks(kept: Adjustments, slots: Array, masks: Array) -> Adjustments:
+    """With masks uint32 [data, rows, time, words] of the slots int32 [data, rows]."""
+    return kept._replace(masks=write_pool(kept.masks, (slots,), masks))
+
+
 def pack_edits(edits: list[tuple[int, float, int]]) -> np.ndarray:
     """int32 [3 · MAX_EDITS]: ids, values as their bits, and until which position, of at most MAX_EDITS entries."""
     packed = np.zeros((3, MAX_EDITS), np.int32)
@@ -127,7 +132,7 @@ def sampling_rows(
         forced: int32 [data, rows, time].
         uncounted: the tokens of which the first j + 1 stand before token j and are output that is not counted yet;
             negative: none. int32 [data, rows, time].
-        masked: whether the slot's mask j is that of token j. bool [data, rows, time]; None: no row has a mask.
+        masked: bit j says whether the slot's mask j is that of token j. int32 [data, rows]; None: no row has a mask.
     """
     data, rows, time = forced.shape
     num_slots = kept.greedy.shape[1]
@@ -148,7 +153,8 @@ def sampling_rows(
         mask = jnp.full_like(holders, -1)
     else:
         own = holder[..., None]
-        mask = jnp.where(masked & (own >= 0), own * tables.masks.shape[2] + step, -1).reshape(-1)
+        has_mask = (masked[..., None] >> step & 1 > 0) & (own >= 0)
+        mask = jnp.where(has_mask, own * tables.masks.shape[2] + step, -1).reshape(-1)
     return SamplingRows(
         temperature=of(kept.temperature),
         greedy=of(kept.greedy) | (holders < 0),  # an idle row draws nothing

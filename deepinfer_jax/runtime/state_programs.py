@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_sampling
+from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_masks, with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.runtime.text_model import StepModel
@@ -31,9 +31,9 @@ from deepinfer_jax.state import (
     write_slots,
 )
 
-Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison", "write_adjustments"]
+Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison", "write_adjustments", "write_masks"]
 
-WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison", "write_adjustments"})
+WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison", "write_adjustments", "write_masks"})
 """Moves that take the state and give it back changed; the others give bytes and leave it."""
 
 # Rows of one call, of each data index.
@@ -61,6 +61,10 @@ def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..
         adjustments = with_adjustments(state.table.adjustments, edits, counts)
         return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
 
+    def mask(state: StepState, slots: Array, masks: Array) -> StepState:
+        adjustments = with_masks(state.table.adjustments, slots, masks)
+        return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
+
     programs: dict[Move, Callable[..., Any]] = {
         "read_slots": read_state,
         "restore": functools.partial(_restore, declared),
@@ -68,6 +72,7 @@ def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..
         "write_blocks": write_contents,
         "poison": spoil,
         "write_adjustments": adjust,
+        "write_masks": mask,
     }
     return programs[move]
 
@@ -78,6 +83,7 @@ def move_input_shapes(
     """The host inputs of a move; each leads with the data axis."""
     declared = model.state(shape.tokens_per_block)
     slots, blocks = (shape.data, SLOT_ROWS), (shape.data, BLOCK_ROWS)
+    masks = (1 + shape.rollback, -(-model.vocab_size // 32))
     inputs: dict[Move, tuple[tuple[Any, Any], ...]] = {
         "read_slots": ((slots, np.int32),),
         "restore": (
@@ -88,6 +94,7 @@ def move_input_shapes(
         "write_blocks": ((blocks, np.int32), ((*blocks, block_bytes(declared)), np.uint8)),
         "poison": ((blocks, np.int32), (slots, np.int32)),
         "write_adjustments": (((*slots, 1 + 3 * MAX_EDITS), np.int32), ((*slots, model.vocab_size), np.int32)),
+        "write_masks": ((slots, np.int32), ((*slots, *masks), np.uint32)),
     }
     return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
 

@@ -13,11 +13,13 @@ from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for,
 
 # One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
 # words travel as their bits. next_token is the prompt's token after the new ones: the target of the last new token's
-# log-probability; kept_from is that of `StepBatch`.
-DECODE_COLUMNS = ("slot", "forced", "wants_top", "first_new_block")
+# log-probability; kept_from is that of `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th
+# token that the row may give.
+DECODE_COLUMNS = ("slot", "forced", "masked", "wants_top", "first_new_block")
 PREFILL_COLUMNS = (
     "slot",
     "forced",
+    "masked",
     "wants_top",
     "first_new_block",
     "start",
@@ -44,12 +46,18 @@ def prefill_width(bucket: Bucket, tokens_per_block: int) -> int:
 
 
 def pack_decode(
-    step: DecodeStep, data: int, num_slots: int, forced: npt.NDArray[np.int32] | None, wants_top: bool
+    step: DecodeStep,
+    data: int,
+    num_slots: int,
+    forced: npt.NDArray[np.int32] | None,
+    masked: npt.NDArray[np.int32] | None,
+    wants_top: bool,
 ) -> npt.NDArray[np.int32]:
-    """int32 [data, bucket.rows, decode_width]; forced: int32 [n] or None for no forced token."""
+    """int32 [data, bucket.rows, decode_width]; forced, masked: int32 [n] or None for no forced token, no mask."""
     columns: dict[str, npt.ArrayLike] = {
         "slot": step.slots,
         "forced": -1 if forced is None else forced,
+        "masked": 0 if masked is None else masked,
         "wants_top": wants_top,
         "first_new_block": step.first_new_block,
     }

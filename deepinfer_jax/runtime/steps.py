@@ -73,7 +73,15 @@ def decode_step(
     hidden, _, cache = model.advance(params, cache, batch)
     logits = model.logits(params, hidden)[:, 0]
     forced = column["forced"][..., None]
-    rows = sampling_rows(table.sampling, table.adjustments, slots, starts + 1, forced=forced, uncounted=batch.tokens)
+    rows = sampling_rows(
+        table.sampling,
+        table.adjustments,
+        slots,
+        starts + 1,
+        forced=forced,
+        uncounted=batch.tokens,
+        masked=column["masked"],
+    )
     sampled = _sample(model, options, table, logits, rows, column["wants_top"])
     counted = count_tokens(table.adjustments, slots, batch.tokens, batch.lengths)
     table = dataclasses.replace(table, adjustments=counted)
@@ -110,7 +118,15 @@ def prefill_step(
     ends = starts + batch.lengths
     forced = column["forced"][..., None]
     nothing = jnp.full_like(forced, -1)
-    rows = sampling_rows(table.sampling, table.adjustments, slots, ends, forced=forced, uncounted=nothing)
+    rows = sampling_rows(
+        table.sampling,
+        table.adjustments,
+        slots,
+        ends,
+        forced=forced,
+        uncounted=nothing,
+        masked=column["masked"],
+    )
     of_prompt = None
     if hidden.shape[1] == bucket.time:
         of_prompt = jax.lax.cond(

@@ -1,5 +1,6 @@
 """Threads that compile grammars, so that the engine never waits for one, and a cache of what they compiled."""
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -113,11 +114,12 @@ class GrammarPool:
                 self._changed.notify_all()
         return PendingGrammar(args, deadline, self._timeout, job)
 
-    def wait(self, pending: list[PendingGrammar]) -> None:
-        """Returns once one of these is ready, has failed or is late."""
+    def wait(self, pending: list[PendingGrammar], seconds: float = math.inf) -> None:
+        """Returns once one of these is ready, has failed or is late, at the latest after so many seconds."""
+        end = min([time.monotonic() + seconds, *(each.deadline for each in pending)])
         with self._changed:
             while not any(each._job.done.is_set() for each in pending):
-                left = min(each.deadline for each in pending) - time.monotonic()
+                left = end - time.monotonic()
                 if left <= 0:
                     return
                 self._changed.wait(left)

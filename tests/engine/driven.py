@@ -35,7 +35,7 @@ def int32(values: Any) -> np.ndarray:
 def sampling(rows: list[Row]) -> dict[str, np.ndarray]:
     """All columns, of a temperature, a top_p and a seed of each row's own."""
     zeros, seeds = np.zeros(len(rows), np.int32), int32(row.seed for row in rows)
-    return dict.fromkeys(("wants_top", "wants_prompt_logprobs", "next_token", "kept_from"), zeros) | {
+    return dict.fromkeys(("wants_top", "wants_prompt_logprobs", "next_token", "kept_from", "masked"), zeros) | {
         "forced": zeros - 1,
         "temperature": (0.6 + 0.1 * seeds).astype(np.float32),
         "top_p": (0.99 - 0.01 * seeds).astype(np.float32),
@@ -91,7 +91,7 @@ class Driven:
         for _ in range(count):
             start = len(rows[0].tokens) - 1
             step = DecodeStep(bucket=DECODE, **self._common(rows, start, start + 1, 1))
-            self._append(rows, self.runner.decode(step, None, False).result())
+            self._append(rows, self.runner.decode(step, None, None, False).result())
 
     def restore(self, rows: list[Row], length: int, states: np.ndarray) -> None:
         """`length` tokens of each row into its slot; its tokens may be more by one."""

@@ -131,9 +131,11 @@ def test_bytes_are_those_of_the_launch_whatever_runs_later() -> None:
 def test_all_programs_are_made_at_the_start() -> None:
     on = driven()
     assert on.runner.compile_count == 2
-    assert list(on.runner._moves) == ["read_slots", "restore", "read_blocks", "write_blocks", "poison"]
+    always = ["write_adjustments", "write_masks"]
+    assert list(on.runner._moves) == ["read_slots", "restore", "read_blocks", "write_blocks", "poison", *always]
     engine = toy_engine(enable_prefix_caching=False)
-    with pytest.raises(RuntimeError, match="no poison program was compiled; this runner has: none"):
+    has = "write_adjustments, write_masks"
+    with pytest.raises(RuntimeError, match=f"no poison program was compiled; this runner has: {has}"):
         engine._runner.poison([[0]], [[0]])
     with pytest.raises(RuntimeError, match="no read_slots program"):
         engine._runner.read_slots(np.zeros(1, np.int32), np.zeros(1, np.int32))

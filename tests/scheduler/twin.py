@@ -277,7 +277,8 @@ class Twin:
         """Its prompt is computed, and its results in flight may leave something to generate."""
         if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.decodes:
             return False
-        if sequence.waits_for_results and self._in_flight(sequence):
+        steps = [step for plan, _ in self.in_flight for step in (plan.prefill, plan.decode) if step]
+        if sequence.waits_for_results and any(sequence in s.sequences and sequence not in s.dropped for s in steps):
             return False
         output = sequence.output_len + len(self._in_flight(sequence))  # each step gives at least one
         return output < sequence.max_tokens and sequence.prompt_len + output <= sequence.max_model_len
