@@ -26,13 +26,14 @@ def processed_logprobs(logits: Array, rows: SamplingRows, options: SamplerOption
         everything = jnp.ones_like(rows.top_p)
         kept = _kept(scaled, everything, jnp.full_like(rows.top_k, options.force_top_k))
         scaled = jnp.where(kept, scaled, -jnp.inf)
-    filtered = (rows.top_p < 1.0) | ((rows.top_k >= 0) & (rows.top_k < vocab)) | (rows.min_p > 0)
+    ranked = jnp.any((rows.top_p < 1.0) | ((rows.top_k >= 0) & (rows.top_k < vocab)))
 
     def within_filters() -> Array:
         likely = scaled >= jnp.log(rows.min_p)[:, None]
-        return jnp.where(likely & _kept(scaled, rows.top_p, rows.top_k), scaled, -jnp.inf)
+        kept = jax.lax.cond(ranked, lambda: likely & _kept(scaled, rows.top_p, rows.top_k), lambda: likely)
+        return jnp.where(kept, scaled, -jnp.inf)
 
-    scaled = jax.lax.cond(jnp.any(filtered), within_filters, lambda: scaled)
+    scaled = jax.lax.cond(ranked | jnp.any(rows.min_p > 0), within_filters, lambda: scaled)
     return scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1, keepdims=True))
 
 
