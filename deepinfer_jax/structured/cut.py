@@ -118,7 +118,7 @@ class _Cutter:
         return Call(name)
 
     def cut(self, node: Node) -> Node:
-        if isinstance(node, Marker) or (_is_regular(node, self.regular) and node not in self.apart):
+        if isinstance(node, Marker) or (self.is_regular(node) and node not in self.apart):
             return Lexeme(self.numbers.setdefault(node, len(self.numbers)))
         return self.within(node)
 
@@ -132,10 +132,25 @@ class _Cutter:
                 return Row(tuple(map(self.cut, self.joined(node, parts))))
             case Choice(parts):
                 return Choice(tuple(map(self.cut, parts)))
+            case Repeat(Choice(parts), 0 | 1 as least, None) if 0 < sum(map(self.is_regular, parts)) < len(parts):
+                return self.within(self.runs(parts, least))
             case Repeat(part, least, most):
                 return Repeat(self.cut(part), least, most)
             case _:
                 return self.cut(node)
+
+    def is_regular(self, node: Node) -> bool:
+        return _is_regular(node, self.regular)
+
+    def runs(self, parts: tuple[Node, ...], least: int) -> Node:
+        """`(a | b)*` as `a* (b a*)*`, where a is what is regular: then a run of it may be one lexeme."""
+        own = Choice(tuple(part for part in parts if self.is_regular(part)))
+        other = Choice(tuple(part for part in parts if not self.is_regular(part)))
+        run = Repeat(own, 0, None)
+        rest = Row((other, run))
+        if least == 0:
+            return Row((run, Repeat(rest, 0, None)))
+        return Choice((Row((Repeat(own, 1, None), Repeat(rest, 0, None))), Repeat(rest, 1, None)))
 
     def joined(self, row: Node, parts: tuple[Node, ...]) -> Iterator[Node]:
         """The parts of a row, regular neighbours as one, unless they were to be taken apart."""
@@ -144,7 +159,7 @@ class _Cutter:
             return
         run: list[Node] = []
         for part in (*parts, None):
-            if part is not None and _is_regular(part, self.regular):
+            if part is not None and self.is_regular(part):
                 run.append(part)
                 continue
             together = Row(tuple(run))

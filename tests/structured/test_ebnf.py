@@ -20,6 +20,7 @@ CORPUS = {
     "greedy apart": 'root ::= [a-c]+ other? "c"\nother ::= "(" root ")"',
     "prefixes apart": 'root ::= "ab" other? "c" | "abc" "x"\nother ::= "(" root ")"',
     "one text in two places": 'root ::= item "c" | "(" root ")"\nitem ::= [a] n "b" | [ad] n "bcd"\nn ::= ("(" n ")")?',
+    "runs": 'root ::= "(" ([^()]+ | root)* ")" | "[" ([ab] | root | "c")+ "]"',
     "palindrome": 'root ::= "a" root "a" | "b" root "b" | [ab]?',
     "nested": 'root ::= "(" root ")" root | ""',
     "left recursion": 'root ::= root "+" term | term\nterm ::= [a-c] | "(" root ")"',
