@@ -69,6 +69,24 @@ def test_values_at_the_limits_are_taken() -> None:
         ("top_logprobs", 1001),
         ("so_args", {"json": {}}),
         ("golden_token_ids", [5, -2]),
+        ("min_p", -0.1),
+        ("min_p", float("nan")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("logit_bias", {5: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {5: 1.0, "5": 2.0}),
+        ("logit_bias", dict.fromkeys(range(301), 1.0)),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", "\ufffd"),
+        ("stop_token_ids", [-1]),
+        ("min_tokens", -1),
+        ("min_tokens", 17),  # above max_tokens
+        ("n", 0),
+        ("logprobs_mode", "raw_logits"),
         ("golden_token_ids", [2**70]),
     ],
 )
@@ -87,6 +105,8 @@ def test_values_beyond_the_limits_are_refused_by_name(field: str, value: object)
         *[("max_tokens", 2.0), ("top_k", "5"), ("seq_seed", 1.5), ("temperature", "0.5"), ("top_p", None)],
         *[("temperature", b"1"), ("ignore_eos", "no"), ("ignore_eos", None), ("prompt_logprobs", 5)],
         *[("prompt_logprobs", np.asarray([1, 2])), ("prompt_logprobs", [])],
+        *[("logit_bias", [1]), ("logit_bias", {"x": 1.0}), ("logit_bias", {5: "1"}), ("stop", 5), ("stop", ["a", 5])],
+        *[("stop_token_ids", ["5"]), ("stop_token_ids", 5), ("n", 1.5), ("min_tokens", "1"), ("min_p", "0.1")],
     ],
 )
 def test_values_of_another_type_are_refused_by_name(field: str, value: object) -> None:
@@ -97,3 +117,28 @@ def test_values_of_another_type_are_refused_by_name(field: str, value: object) -
 def test_golden_tokens_force_by_output_index() -> None:
     params = SamplingParams(golden_token_ids=[7, -1])
     assert [params.forced_token(i) for i in range(4)] == [7, -1, -1, -1]
+
+
+def test_new_fields_take_what_they_allow() -> None:
+    params = SamplingParams(
+        temperature=0, min_p=0.5, logit_bias={"7": 1, np.int64(8): -100}, stop="ab", stop_token_ids=(3, 4), n=2
+    )
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({7: 1.0, 8: -100.0}, ["ab"], [3, 4])
+    assert params.min_p == 0  # greedy
+    assert dataclasses.replace(params) == params
+    assert SamplingParams(stop=[], stop_token_ids=[], logit_bias={}) == SamplingParams()
+
+
+def test_edits_are_biases_and_the_bans_of_what_would_stop_it() -> None:
+    forever = 2**31 - 1
+    assert SamplingParams(eos_id=1).edits(10) == []
+    assert SamplingParams(eos_id=1, min_tokens=3, stop_token_ids=[9]).edits(10) == [(1, -np.inf, 13), (9, -np.inf, 13)]
+    assert SamplingParams(eos_id=1, min_tokens=3, ignore_eos=True).edits(10) == []
+    assert SamplingParams(eos_id=1, first_n_token_no_eos=1, logit_bias={5: 2}).edits(10) == [
+        (5, 2.0, forever),
+        (1, -np.inf, 11),
+    ]
+    most = {"logit_bias": dict.fromkeys(range(300), 1.0), "min_tokens": 1}
+    assert len(SamplingParams(stop_token_ids=list(range(1, 20)), **most).edits(0)) == 320  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="makes 321 changes of logits; at most 320"):
+        SamplingParams(stop_token_ids=list(range(1, 21)), **most)  # type: ignore[arg-type]

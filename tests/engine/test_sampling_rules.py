@@ -1,6 +1,7 @@
 """Rules of single requests, through the engine on the toy model: against a plain twin that has one request."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 from toy import EOS, VOCAB, greedy_twin, history_logits, make_table, random_prompt, run, tokens, toy_engine
 
+from deepinfer_jax.engine.args import EngineType
+from deepinfer_jax.engine.environ import rearm
+from deepinfer_jax.engine.handover import SequenceState
 from deepinfer_jax.engine.outputs import RequestOutput, answer_ids, answer_text
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.sampling import plain_rows, sample
@@ -87,6 +91,30 @@ def test_requests_with_any_rules_have_the_tokens_of_the_twin(overlap: bool) -> N
     assert engine.compile_count == compiled
 
 
+def test_a_request_goes_on_by_its_rules_in_another_engine(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    prompts = toy_engine(engine_type=EngineType.PROMPT)
+    completions = toy_engine(engine_type=EngineType.COMPLETION, num_kv_blocks=20, stop_preempted_request=False)
+    texts = [random_prompt(int(rng.integers(1, 12)), number) for number in range(20)]
+    wanted = {str(number): (prompt, random_params(rng)) for number, prompt in enumerate(texts)}
+        str(number): (random_prompt(int(rng.integers(1, 12)), number), random_params(rng)) for number in range(20)
+    }
+    results: dict[str, list[int]] = {name: [] for name in wanted}
+    for name, (prompt, params) in wanted.items():
+        prompts.add_request("u", name, params, prompt)
+    while prompts.has_unfinished_requests():
+        for output in prompts.step():
+            results[output.request_id].append(output.token_id)
+        for name in prompts.computed_requests():
+            prompts.export_sequence(name).save(tmp_path / name)
+    for file in sorted(tmp_path.iterdir()):
+        completions.import_sequence(SequenceState.load(file))
+    for name, outputs in run(completions).items():
+        results[name] += tokens(outputs)
+    assert results == {name: twin(prompt, params) for name, (prompt, params) in wanted.items()}
+    assert completions.stats()["num_preemptions"] > 0
+
+
 def only(params: SamplingParams, prompt: list[int], **sizes: Any) -> list[RequestOutput]:
     engine = toy_engine(**sizes)
     engine.add_request("u", "r", params, prompt)
@@ -150,8 +178,6 @@ def test_ids_outside_the_vocabulary_drop_a_request_and_several_completions_are_r
 
 
 def test_the_sampler_options_of_the_environment_act(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer_jax.engine.environ import rearm
-
     prompt = random_prompt(6)
     free = greedy_twin(TABLE, prompt, 1)
     monkeypatch.setenv("DEEPINFER_DECODE_TOKEN_BLACKLIST", f"{free[0]}..{free[0]}")

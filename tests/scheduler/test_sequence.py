@@ -34,28 +34,48 @@ def test_the_length_may_reach_max_model_len_plus_one() -> None:
     max_tokens=st.integers(1, 12),
     max_model_len=st.integers(12, 16),
     ignore_eos=st.booleans(),
+    stop_ids=st.sampled_from([(), (3,), (2, EOS)]),
+    stop_pair=st.sampled_from([None, None, [2, 2], [3, 0]]),
     steps=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=12),
 )
 def test_tokens_of_a_step_are_taken_as_if_one_by_one(
-    prompt_len: int, max_tokens: int, max_model_len: int, ignore_eos: bool, steps: list[list[int]]
+    prompt_len: int,
+    max_tokens: int,
+    max_model_len: int,
+    ignore_eos: bool,
+    stop_ids: tuple[int, ...],
+    stop_pair: list[int] | None,
+    steps: list[list[int]],
 ) -> None:
-    sequence = Sequence(0, "0", np.arange(prompt_len, dtype=np.int32), max_tokens, EOS, max_model_len, ignore_eos)
+    """Stops: EOS, ids, and as a text a pair of tokens."""
+    sequence = Sequence(
+        0, "0", np.arange(prompt_len, dtype=np.int32), max_tokens, EOS, max_model_len, ignore_eos,
+        stop_token_ids=frozenset(stop_ids),
+        stop_text=None if stop_pair is None else lambda output: "pair" if output[-2:] == stop_pair else None,
+    )  # fmt: skip
     output: list[int] = []
-    reason = ""
+    reason, why = "", None
     for step in steps:
         if reason:
             break
         before = len(output)
         for token in step:  # behaviour §1.7, after each appended token
             output.append(token)
+            stopped_by: list[int | str | None] = []
             if token == EOS and not ignore_eos:
-                reason = "stop"
+                stopped_by = [None]
+            elif token in stop_ids:
+                stopped_by = [token]
+            elif stop_pair is not None and output[-2:] == stop_pair:
+                stopped_by = ["pair"]
+            if stopped_by:
+                reason, why = "stop", stopped_by[0]
             elif prompt_len + len(output) > max_model_len or len(output) == max_tokens:
                 reason = "length"
             if reason:
                 break
         assert sequence.append_tokens(list(step)) == len(output) - before
-        assert (sequence.output_token_ids, sequence.finish_reason) == (output, reason)
+        assert (sequence.output_token_ids, sequence.finish_reason, sequence.stop_reason) == (output, reason, why)
     assert len(sequence) == prompt_len + len(output)
     assert sequence.last_token_id == (output[-1] if output else prompt_len - 1)
     # All but the last token that it may ever have: that one is never computed on.
