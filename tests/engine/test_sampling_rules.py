@@ -97,8 +97,6 @@ def test_a_request_goes_on_by_its_rules_in_another_engine(tmp_path: Path) -> Non
     completions = toy_engine(engine_type=EngineType.COMPLETION, num_kv_blocks=20, stop_preempted_request=False)
     texts = [random_prompt(int(rng.integers(1, 12)), number) for number in range(20)]
     wanted = {str(number): (prompt, random_params(rng)) for number, prompt in enumerate(texts)}
-        str(number): (random_prompt(int(rng.integers(1, 12)), number), random_params(rng)) for number in range(20)
-    }
     results: dict[str, list[int]] = {name: [] for name in wanted}
     for name, (prompt, params) in wanted.items():
         prompts.add_request("u", name, params, prompt)
