@@ -6,7 +6,7 @@ import jax
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.loading import step_buckets
+from deepinfer_jax.engine.loading import block_size, num_drafts, step_buckets
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, prefill_tokens
 from deepinfer_jax.runtime.step_program import Kind, step_program
@@ -24,8 +24,9 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
         plan: of one device; its pools and its length are those of the programs.
         args: of the engine that was planned.
     """
-    buckets = _buckets(config, plan, args)
-    shape = CacheShape(1, plan.num_slots, plan.num_blocks, plan.tokens_per_block)
+    drafts = num_drafts(block_size(config), args.engine_type)
+    buckets = _buckets(config, plan, args, drafts)
+    shape = CacheShape(1, plan.num_slots, plan.num_blocks, plan.tokens_per_block, drafts)
     kernels = KernelChoice.for_devices(jax.local_devices()[:1])
     model = TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed")
 
@@ -40,7 +41,7 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
     return max(temporaries("decode", decode), *(temporaries("prefill", bucket) for bucket in prefill))
 
 
-def _buckets(config: ModelConfig, plan: MemoryPlan, args: EngineArgs) -> BucketTable:
+def _buckets(config: ModelConfig, plan: MemoryPlan, args: EngineArgs, drafts: int) -> BucketTable:
     # A small model's engine has fewer programs, but none that takes more tokens.
-    limits = args.limits(config.text.max_position_embeddings, max_len_in_memory=plan.max_model_len)
+    limits = args.limits(config.text.max_position_embeddings, max_len_in_memory=plan.max_model_len, num_drafts=drafts)
     return step_buckets(limits, most_prefill_tokens=prefill_tokens(jax.default_backend()), max_programs=12)

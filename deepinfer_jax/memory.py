@@ -238,7 +238,7 @@ class _Sizes:
             "slot table": self.slots * slot_table_bytes(self.config.text.vocab_size, self.num_drafts),
             "block tables": self.slots * self.blocks(length) * 4,
             "snapshots": 0,  # they lie in host memory (`EngineArgs.snapshot_memory_bytes`)
-            "draft log-probabilities": self.slots * self.num_drafts * self.config.text.vocab_size * 4,
+            "draft log-probabilities": self.slots * self.num_drafts * (self.config.text.vocab_size + 2) * 4,
             "temporaries": temporaries,
         }
 

@@ -99,9 +99,10 @@ def state_bytes(
 
 
 def slot_table_bytes(vocab_size: int, num_drafts: int) -> int:
-    """Of a slot: length, last token, top_k and six parameters of sampling of 4 bytes each, four flags, a seed of 8;
-    edits of 12 bytes each, a count of each id, and a mask of the ids for each row of a decode step."""
-    return 9 * 4 + 4 + 8 + 12 * MAX_EDITS + 4 * vocab_size + (1 + num_drafts) * 4 * -(-vocab_size // 32)
+    """Of a slot without its drafts: length, limit, last token, top_k and six parameters of sampling, 4 bytes each, four
+    flags, a seed of 8; edits of 12 bytes each, a count of each id, and a mask of the ids for each row of a decode step.
+    """
+    return 10 * 4 + 4 + 8 + 12 * MAX_EDITS + 4 * vocab_size + (1 + num_drafts) * 4 * -(-vocab_size // 32)
 
 
 def temporary_bytes(

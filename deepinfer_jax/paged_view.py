@@ -62,6 +62,32 @@ class PagedIndexKeys:
         return keys.reshape(-1, size, keys.shape[-1])
 
 
+def draft_windows(
+    cache: PagedCache, slots: jax.Array, lengths: jax.Array, window: int, dtype: DTypeLike
+) -> tuple[list[jax.Array], jax.Array]:
+    """What the draft layers remember of sequences of these lengths, in order of position; batch = data · rows.
+
+    slots, lengths: int32 [data, rows].
+
+    Returns:
+        per draft layer the keys of the last tokens [batch, window, head_dim], and their positions, −1 for none, int32
+        [batch, window].
+    """
+    positions = positions_before(lengths.reshape(-1), window)
+
+    def read(ring: jax.Array) -> jax.Array:
+        places = (positions % ring.shape[2]).reshape(*slots.shape, window)
+        return read_pool(ring, slots[..., None], places).reshape(-1, window, *ring.shape[3:])
+
+    keys = [_unpacked(jax.tree.map(read, rings), dtype) for rings in cache.draft_windows]
+    return keys, jnp.maximum(positions, -1)
+
+
+def _unpacked(keys: Any, dtype: DTypeLike) -> jax.Array:
+    """Window keys as they are stored -> [batch, keys, head_dim] of the arithmetic's dtype."""
+    return unpack_fp8(*keys, dtype) if isinstance(keys, PackedWindow) else keys
+
+
 class PagedView(NewRows):
     """`View` of the pools. The rows of a step are those of all data indices one after another, batch = data · rows.
 
@@ -103,10 +129,10 @@ class PagedView(NewRows):
         if self._time == 1 and not self._in_order:
             # The new key pushes out none that a row may still see: all are read as they lie.
             ring = self._windows[layer] = self._write_rings(self._windows[layer], new)
-            keys = self._unpacked(jax.tree.map(self._slot_rows, ring))
+            keys = _unpacked(jax.tree.map(self._slot_rows, ring), self._arith.dtype)
             return keys, ring_positions(self.start + self.lengths, keys.shape[1]), False
         before, self._windows[layer] = self._extend_rings(self._windows[layer], new)
-        return *ordered_window(self._unpacked(before), new, self.start, self.positions), True
+        return *ordered_window(_unpacked(before, self._arith.dtype), new, self.start, self.positions), True
 
     def write_entries(self, owner: int, groups: Groups, entries: jax.Array, index_keys: jax.Array) -> None:
         source = self._owners.index(owner)
@@ -155,10 +181,6 @@ class PagedView(NewRows):
             ngrams=self._ngrams,
             draft_windows=tuple(self._draft_windows),
         )
-
-    def _unpacked(self, keys: Any) -> jax.Array:
-        """Window keys as they are stored -> [batch, keys, head_dim] of the arithmetic's dtype."""
-        return unpack_fp8(*keys, self._arith.dtype) if isinstance(keys, PackedWindow) else keys
 
     def _extend_rings(self, rings: Any, new: Any) -> tuple[Any, Any]:
         """The rows before the new ones, in order of position, [batch, reach, ...], and the rings with the new ones.

@@ -99,13 +99,13 @@ def test_unpacked_state_takes_the_type_of_the_arithmetic(precision: str, packed:
 
 def test_drafts_keep_their_distributions() -> None:
     plan = plan_memory(RELEASED, num_drafts=5, max_num_seqs=32, num_blocks=1)
-    assert plan.parts["draft log-probabilities"] == 32 * 5 * 129_280 * 4
+    assert plan.parts["draft log-probabilities"] == 32 * 5 * (129_280 + 2) * 4
     assert plan_memory(RELEASED, num_blocks=1).parts["draft log-probabilities"] == 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> None:
-    shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4)
+    shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4, rollback=2)
     plan = plan_memory(
         TINY_CONFIG,
         precision=precision,
@@ -114,16 +114,17 @@ def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> N
         max_model_len=TINY_CONFIG.text.max_position_embeddings,
         num_blocks=7,
         tokens_per_block=4,
+        num_drafts=2,
     )
     params = jax.eval_shape(lambda key: init_params(TINY_CONFIG, key, precision=precision), jax.random.key(0))
     declared = paged_state(TINY_CONFIG, precision, tokens_per_block=4)
     cache = jax.eval_shape(lambda: init_pools(declared, shape))
-    table = jax.eval_shape(
-        lambda: init_slot_table(shape, TINY_CONFIG.text.max_position_embeddings // 4, TINY_CONFIG.text.vocab_size)
-    )
+    text = TINY_CONFIG.text
+    table = jax.eval_shape(lambda: init_slot_table(shape, text.max_position_embeddings // 4, text.vocab_size))
     assert sum(plan.parts[name] for name in WEIGHTS) == _nbytes(params)
     assert sum(plan.parts[name] for name in STATE) == _nbytes(cache)
-    assert plan.parts["slot table"] + plan.parts["block tables"] == _nbytes(table)
+    parts = ("slot table", "block tables", "draft log-probabilities")
+    assert sum(plan.parts[name] for name in parts) == _nbytes(table)
     assert plan.total == sum(plan.parts.values())
 
 

@@ -28,7 +28,7 @@ from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
 from deepinfer_jax.engine.stop_texts import StopTexts
 from deepinfer_jax.engine.values import number
-from deepinfer_jax.scheduler import Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.scheduler import DecodeStep, Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class LLMEngine:
         self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
         self._launched: list[Launched] = []  # launched and not booked, in the order of the device
         self._next_seq_id = 0
-        self._stats = EngineStats()
+        self._stats = EngineStats(limits.num_drafts)
         self._closed = False
         self._runner.warm_up(progress=sys.stderr.isatty())
 
@@ -251,7 +251,9 @@ class LLMEngine:
             # Of earlier tokens bounded replay leaves no windows in the consumer layers.
             most_cached_tokens=None if keep is None else max(prompt_len - keep, 0),
             schedulable=constraint is None,  # until its grammar is compiled
-            waits_for_results=constraint is not None,
+            # With drafts it depends on the results in flight which outputs a step gives, so which ids it is forced to.
+            waits_for_results=constraint is not None
+            or (self.limits.num_drafts > 0 and params.golden_token_ids is not None),
             request=Request(params, seed=seed, error=refusal or "", constraint=constraint),
             **fields,
         )
@@ -354,12 +356,15 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """What the engine is doing and has done; may be called at any time.
 
-        Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens (tokens
-        whose state was restored instead of computed); num_snapshots, snapshot_bytes (what is kept for that in host
-        memory); free_blocks, total_blocks, free_slots, total_slots (over all data indices); compile_count; num_steps;
-        num_finished (by finish reason); prompt_tokens, generation_tokens and, per second over the latest iterations,
-        prompt_throughput, generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first
-        token) in seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
+        Keys: num_waiting, num_running (requests without and with a slot); num_preemptions; num_cached_tokens
+        (tokens whose state was restored instead of computed); num_snapshots, snapshot_bytes (what is kept for
+        that in host memory); num_decode_rows, num_wasted_rows (rows of decode steps, and those of rejected
+        drafts); mean_accepted_length (tokens that a sequence got of a decode step); num_drafts_verified,
+        num_drafts_accepted (by the draft's place in its block); free_blocks, total_blocks, free_slots,
+        total_slots (over all data indices); compile_count; num_steps; num_finished (by finish reason);
+        prompt_tokens, generation_tokens and, per second over the latest iterations, prompt_throughput,
+        generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first token) in
+        seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
         wait_seconds, process_seconds, where the time went since the start.
         """
         scheduler = self._scheduler
@@ -428,6 +433,9 @@ class LLMEngine:
                 explain_failures(step, result, taken, self._diagnose)
             outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens)
             self._stats.generation_tokens += sum([number for _, number in taken])
+            if isinstance(step, DecodeStep):
+                rows = [row for row, number in taken if number]
+                self._stats.drafts.add(result.verified[rows], result.counts[rows])
             if isinstance(step, PrefillStep):
                 self._note_first_tokens(outputs, arrived)
             self._emit(outputs)

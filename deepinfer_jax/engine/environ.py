@@ -113,7 +113,7 @@ class Environment:
         BOOLEAN, None, "a step is launched before the result of the one before is read; unset: by engine type", "engine"
     )
     USE_NEXTN_DECODE = Variable(
-        INTEGER, None, "tokens drafted per step; unset: as many as this version and the model can", "engine"
+        INTEGER, None, "tokens drafted per step; 0: none; unset: 5, or fewer if the model's block is shorter", "engine"
     )
     BATCH_INVARIANT = Variable(
         BOOLEAN, False, "a row's result has the same bits for any neighbours, batch size and chunks", "engine"

@@ -96,7 +96,8 @@ class Grammars:
             if constraint is None or sequence.status.finished or sequence in step.dropped or not completes[row]:
                 continue
             try:
-                constraint.advance(sequence.output_token_ids, [])
+                drafts = [] if result.drafts is None else result.drafts[row].tolist()
+                constraint.advance(sequence.output_token_ids, drafts)
             except GrammarError as error:
                 self._fail(sequence, str(error))
 

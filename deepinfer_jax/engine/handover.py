@@ -146,7 +146,9 @@ def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, 
     """What the device and the host hold of a sequence whose results have all been read."""
     held = sequence.block_table[: blocks_for(sequence.num_tokens, tokens_per_block)]
     blocks = runner.read_blocks(sequence.data_index, held)
-    slot = runner.read_slots(np.asarray([sequence.data_index], np.int32), np.asarray([sequence.state_id], np.int32))
+    slot = runner.read_slots(
+        *(np.asarray([n], np.int32) for n in (sequence.data_index, sequence.state_id, sequence.num_tokens))
+    )
     return SequenceState(
         identity=identity,
         request_id=sequence.request_id,

@@ -44,7 +44,7 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
         for snapshot in plan.discarded_snapshots:
             snapshot.fill(_POISON)
     if plan.restores:
-        _restore(runner, plan.restores, limits.tokens_per_block)
+        _restore(runner, plan.restores, limits)
     write_adjustments(runner, plan, vocab_size)
     write_masks(runner, plan)
     launched = []
@@ -61,25 +61,33 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     return launched
 
 
-def _restore(runner: Runner, restores: tuple[Restore, ...], tokens_per_block: int) -> None:
+def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits) -> None:
     sequences = [restore.sequence for restore in restores]
     for sequence, restore in zip(sequences, restores, strict=True):
         if restore.blocks is not None:
-            held = sequence.block_table[: blocks_for(restore.num_tokens, tokens_per_block)]
+            held = sequence.block_table[: blocks_for(restore.num_tokens, limits.tokens_per_block)]
             runner.write_blocks(sequence.data_index, held, restore.blocks)
+    data_index = np.asarray([sequence.data_index for sequence in sequences], np.int32)
+    slots = np.asarray([sequence.state_id for sequence in sequences], np.int32)
     runner.restore(
-        data_index=np.asarray([sequence.data_index for sequence in sequences], np.int32),
-        slots=np.asarray([sequence.state_id for sequence in sequences], np.int32),
+        data_index=data_index,
+        slots=slots,
         lengths=np.asarray([restore.num_tokens for restore in restores], np.int32),
         last_tokens=np.asarray([sequence.last_token_id for sequence in sequences], np.int32),
         block_tables=[sequence.block_table for sequence in sequences],
         sampling=sampling_columns(sequences),
         states=np.stack([restore.state for restore in restores]),
     )
+    # What another engine computed decodes next; drafts are no state of a sequence but a function of its text.
+    decodes = np.asarray([restore.blocks is not None for restore in restores], np.bool_)
+    if limits.num_drafts and decodes.any():
+        runner.draft(data_index[decodes], slots[decodes])
 
 
 def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:
     if not step.captures:
         return None
     rows = np.asarray(step.captures)
-    return runner.read_slots(step.data_index[rows], step.slots[rows])
+    # As planned with this step as the newest: exact, since with drafts only prefill steps are captured.
+    lengths = np.asarray([step.sequences[row].num_tokens for row in step.captures], np.int32)
+    return runner.read_slots(step.data_index[rows], step.slots[rows], lengths)

@@ -28,6 +28,8 @@ from deepinfer_jax.tokenization import get_hf_tokenizer
 # Compiling many step programs takes longer than a model below this size saves by them.
 _SMALL_MODEL_BYTES = 64 << 20
 _SMALL_MODEL_PROGRAMS, _PROGRAMS = 3, 12
+_DRAFTS = 5
+"""Tokens drafted per step unless asked for otherwise (DB §6.1)."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,18 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
             f"config.json has eos_token_id {config.eos_token_id}"
         )
-    replay = bounded_replay(config, num_drafts())
+    drafts = num_drafts(block_size(config), args.engine_type)
+    replay = bounded_replay(config, drafts)
     options = sampler_options(config.text.vocab_size)
     devices = engine_devices(args)
     platform = devices[0].platform
-    plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]), drafts=num_drafts())
+    plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]))
     if plan.problem:
         raise ValueError(f"{args.model}: {plan.problem}")
     limits = args.limits(
         config.text.max_position_embeddings,
         max_len_in_memory=plan.max_model_len,
-        num_drafts=num_drafts(),
+        num_drafts=drafts,
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
         keep_tokens=None if replay is None else replay.keep,
     )
@@ -151,19 +154,35 @@ def runner_duties(args: EngineArgs, limits: EngineLimits) -> dict[str, Any]:
         "kinds": ("prefill",) if args.engine_type is EngineType.PROMPT else ("prefill", "decode"),
         "moves_slots": hands_over or prefix_caching(args, limits),
         "moves_blocks": hands_over,
+        "drafts": limits.num_drafts > 0 and args.engine_type is EngineType.COMPLETION,
         "poisons": env.POISON_FREED_STATE,
     }
 
 
-def num_drafts() -> int:
-    """Tokens drafted per step: none in this version. ValueError if DEEPINFER_USE_NEXTN_DECODE asks for some."""
+def block_size(config: ModelConfig) -> int:
+    """Drafts of one block of the model; 0: it has no draft layers."""
+    return config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
+
+
+def num_drafts(block_size: int, engine_type: EngineType) -> int:
+    """Tokens drafted per step: DEEPINFER_USE_NEXTN_DECODE, if it is not set the block of drafts, at most 5.
+
+    A PROMPT engine decodes nothing, so it drafts nothing.
+
+    Args:
+        block_size: of the model.
+
+    Raises ValueError for a number that the model cannot draft: its block has one width (T19).
+    """
     asked = env.USE_NEXTN_DECODE
-    if asked is not None and asked != 0:
+    if asked is not None and not 0 <= asked <= block_size:
+        has = f"drafts blocks of {block_size} tokens" if block_size else "has no draft layers"
         raise ValueError(
-            f"DEEPINFER_USE_NEXTN_DECODE is {asked}, but drafts come in a later version of the engine; unset it or "
-            "set it to 0"
+            f"DEEPINFER_USE_NEXTN_DECODE is {asked}, but the model {has}; set it to 0 … {block_size}, or unset it"
         )
-    return 0
+    if engine_type is EngineType.PROMPT:
+        return 0
+    return min(_DRAFTS, block_size) if asked is None else asked
 
 
 def bounded_replay(config: ModelConfig, drafts: int) -> Replay | None:
@@ -252,7 +271,6 @@ def engine_plan(
     *,
     platform: str,
     memory: int,
-    drafts: int = 0,
     temporaries: int | None = None,
 ) -> MemoryPlan:
     """The memory plan of the engine that `args` ask for; see `plan_memory`."""
@@ -270,7 +288,7 @@ def engine_plan(
         max_prefill_tokens=prefill_tokens(platform) if args.chunked_prefill else whole_prompt,
         tokens_per_block=args.tokens_per_block,
         packed=args.kv_cache_format == "packed",
-        num_drafts=drafts,
+        num_drafts=num_drafts(block_size(config), args.engine_type),
         num_blocks=args.num_kv_blocks,
         temporaries=temporaries,
     )

@@ -31,11 +31,18 @@ _COUNTERS = (
     ("deepinfer_prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     ("deepinfer_generation_tokens", "Output tokens handed out.", "generation_tokens"),
     ("deepinfer_cached_tokens", "Prompt tokens whose state was reused.", "num_cached_tokens"),
+    ("deepinfer_decode_rows", "Rows of decode steps.", "num_decode_rows"),
+    ("deepinfer_wasted_rows", "Those of rejected drafts.", "num_wasted_rows"),
     ("deepinfer_num_preemptions", "Sequences that gave up their blocks.", "num_preemptions"),
 )
 _SUMMARIES = (
     ("deepinfer_request_queue_time_seconds", "Arrival to first launch.", "queue_time"),
     ("deepinfer_time_to_first_token_seconds", "Arrival to first output token.", "ttft"),
+)
+# By the draft's place in its block, from 0.
+_DRAFT_COUNTERS = (
+    ("deepinfer_drafts_verified", "Drafts that were verified.", "num_drafts_verified"),
+    ("deepinfer_drafts_accepted", "Drafts that were accepted.", "num_drafts_accepted"),
 )
 _LABEL = ["model_name"]
 
@@ -67,6 +74,11 @@ class EngineCollector(Collector):
         for name, text, key in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=_LABEL)
             counter.add_metric(model, stats[key])
+            yield counter
+        for name, text, key in _DRAFT_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=[*_LABEL, "place"])
+            for place, count in enumerate(stats[key]):
+                counter.add_metric([*model, str(place)], count)
             yield counter
         for name, text, key in _SUMMARIES:
             summary = SummaryMetricFamily(name, text, labels=_LABEL)

@@ -24,16 +24,19 @@ class RequestOutput:
         max_num_batched_tokens: the engine's constant.
         token_logprobs: log-probability of the token, of the distribution sampled from or of the model
             (`SamplingParams.logprobs_mode`), at least -9999; 1.0 if there is no token.
-        nextn_logprobs: 1.0, "invalid": this version verifies no drafts.
+        nextn_logprobs: of an accepted draft, with DEEPINFER_COMPUTE_SUM_SMALLER_PROBS, its log-probability in the
+            distribution that it was drawn from; else 1.0.
         sum_smaller_probs: with DEEPINFER_COMPUTE_SUM_SMALLER_PROBS the probability of all that is less likely than the
             token, or equally likely with an id up to its own; else -1.0.
         top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long, and
             behind them the token itself if it is not among them.
         num_output_tokens: output tokens up to this one, from 1.
         prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
-        draft_tok: on the last output of a step, the rows verified in it: drafts + 1; else 0.
+        draft_tok: on the last output of a step, the rows verified in it: drafts + 1, fewer at the end of the longest
+            text that the request may have; else 0.
         accept_tok: on the last output of a step, accepted drafts + 1; else 0.
-        confidence_score: None: this version has no drafts.
+        confidence_score: on the last output of a decode step with drafts, the confidence head's probability that
+            each draft verified in it is accepted, given that those before it are; else None.
         num_cached_tokens: ours: tokens of the prompt whose state was restored instead of computed, on the request's
             first output; else 0.
         stop_reason: ours: with finish reason "stop", the id of `SamplingParams.stop_token_ids` or the text of `stop`

@@ -56,7 +56,7 @@ def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> Sampl
 
 
 def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
-    """What each sequence samples by, arrays [n]; the device keeps it from step to step."""
+    """How long each sequence may become and what it samples by, arrays [n]; the device keeps it from step to step."""
     requests: list[Request] = [sequence.request for sequence in sequences]
     params = [request.params for request in requests]
     return {
@@ -71,6 +71,7 @@ def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
         "repetition": np.asarray([p.repetition_penalty for p in params], np.float32),
         "edited": np.asarray([bool(p.edits(0)) for p in params], np.bool_),
         "penalised": np.asarray([p.penalised for p in params], np.bool_),
+        "limit": np.asarray([sequence.max_cached_tokens for sequence in sequences], np.int32),
         "seed_low": np.asarray([request.seed & 0xFFFFFFFF for request in requests], np.uint32),
         "seed_high": np.asarray([request.seed >> 32 for request in requests], np.uint32),
     }
@@ -112,12 +113,13 @@ def mask_bits(step: PrefillStep | DecodeStep) -> npt.NDArray[np.int32]:
 
 
 def forced_tokens(step: DecodeStep) -> npt.NDArray[np.int32]:
-    """int32 [rows]: the id that each row's next output is forced to, -1 if it is free."""
-    return np.asarray([_forced(sequence) for sequence in step.sequences], np.int32)
+    """int32 [n, bucket.time]: the id that each row's output is forced to, -1 if it is free."""
+    return np.asarray([_forced(sequence, step.bucket.time) for sequence in step.sequences], np.int32)
 
 
-def _forced(sequence: Sequence) -> int:
-    # The step itself counts as in flight already; its output comes after those of the steps before it. (There are no
-    # drafts: every step in flight gives one token.)
+def _forced(sequence: Sequence, time: int) -> list[int]:
+    # The step itself counts as in flight already; its outputs come after those of the steps before it, of which the
+    # number is known: without drafts each gives one, with drafts there are none (`Sequence.waits_for_results`).
     request: Request = sequence.request
-    return request.params.forced_token(sequence.output_len + sequence.total_inflight_tokens - 1)
+    first = sequence.output_len + sequence.total_inflight_tokens - time
+    return [request.params.forced_token(first + row) for row in range(time)]

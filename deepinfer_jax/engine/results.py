@@ -1,5 +1,7 @@
 """The results of a step to outputs, one per token (DB §1.6, §5.7)."""
 
+import numpy as np
+
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.runtime.runner import StepResult
@@ -32,7 +34,7 @@ def token_outputs(
     running = SequenceStatus.RUNNING
     sequences, budget = step.sequences, max_num_batched_tokens
     tokens, logprobs, accepted = result.tokens.tolist(), result.logprobs.tolist(), result.counts.tolist()
-    verified = result.tokens.shape[1]
+    verified, scores = result.verified.tolist(), _confidence_scores(result)
     outputs: list[RequestOutput] = []
     append = outputs.append
     # A decode step of 256 sequences passes here in a fraction of a millisecond: positional arguments, no look-ups.
@@ -51,7 +53,9 @@ def token_outputs(
                 RequestOutput(request_id, prompt_len, token, "", False, budget, logprob, 1.0, -1.0, [], [], number, [])
             )
         last = outputs[-1]
-        last.draft_tok, last.accept_tok = verified, accepted[row]
+        last.draft_tok, last.accept_tok = verified[row], accepted[row]
+        if scores is not None:
+            last.confidence_score = scores[row][: verified[row] - 1]
         if sequence.status is not running:
             last.finish_reason, last.finished, last.stop_reason = sequence.finish_reason, True, sequence.stop_reason
         if number == count:
@@ -68,7 +72,18 @@ def token_outputs(
         if result.sum_smaller_probs is not None:
             for i, output in enumerate(outputs[-count:]):
                 output.sum_smaller_probs = float(result.sum_smaller_probs[row, i])
+        if result.draft_logprobs is not None:
+            for i, output in enumerate(outputs[-count:][: accepted[row] - 1]):
+                output.nextn_logprobs = float(result.draft_logprobs[row, i])
     return outputs
+
+
+def _confidence_scores(result: StepResult) -> list[list[float]] | None:
+    """By sequence, the probability that the draft model gives each of its drafts; None of a step without drafts."""
+    if result.confidences is None:
+        return None
+    scores: list[list[float]] = (1 / (1 + np.exp(-np.clip(result.confidences, -60, 60)))).tolist()  # as DB §6.2
+    return scores
 
 
 def output_without_token(sequence: Sequence, max_num_batched_tokens: int) -> RequestOutput:

@@ -5,6 +5,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+from deepinfer_jax.engine.draft_stats import DraftStats
+
 Phase = Literal["schedule", "launch", "wait", "process"]
 """schedule: planning a step; launch: packing it and handing it to the device; wait: until its results are there;
 process: results to sequences and outputs."""
@@ -53,16 +55,18 @@ class EngineStats:
         cached_tokens: tokens whose state was restored instead of computed.
         finished: requests by finish reason; "handed_over" of those that another engine goes on with.
         seconds: time by phase.
+        drafts: what became of them.
         queue, first_token: seconds from arrival to the first launch, and to the first output token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_drafts: int) -> None:
         self.steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.cached_tokens = 0
         self.finished: Counter[str] = Counter()
         self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self.drafts = DraftStats(num_drafts)
         self.queue = _Latency()
         self.first_token = _Latency()
         self._window: deque[_Step] = deque(maxlen=_WINDOW)
@@ -102,6 +106,7 @@ class EngineStats:
             "ttft_max": self.first_token.maximum,
             "ttft_sum": self.first_token.total,
             "ttft_count": self.first_token.count,
+            **self.drafts.snapshot(),
         } | {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
 
 
@@ -115,8 +120,15 @@ def log_line(stats: Mapping[str, Any]) -> str:
         f"{stats['num_running']} running, {stats['num_waiting']} waiting, "
         f"blocks {1 - stats['free_blocks'] / stats['total_blocks']:.1%} used, "
         f"slots {1 - stats['free_slots'] / stats['total_slots']:.1%} used, "
-        f"{stats['num_cached_tokens']} cached tokens, "
+        f"{stats['num_cached_tokens']} cached tokens, {_accepted(stats)}"
         f"{sum(stats['num_finished'].values())} finished, {stats['num_preemptions']} preemptions, "
         f"first token {stats['ttft_mean']:.3f} s (at most {stats['ttft_max']:.3f} s), "
         f"queue {stats['queue_time_mean']:.3f} s, host time: {split}"
     )
+
+
+def _accepted(stats: Mapping[str, Any]) -> str:
+    """Of drafts, "" without: tokens a step of a sequence, and the share of each draft that was accepted."""
+    shares = zip(stats["num_drafts_accepted"], stats["num_drafts_verified"], strict=True)
+    places = " ".join(f"{accepted / (verified or 1):.0%}" for accepted, verified in shares)
+    return f"{stats['mean_accepted_length']:.2f} tokens a step (drafts accepted: {places}), " if places else ""

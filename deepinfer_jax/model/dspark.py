@@ -1,16 +1,17 @@
 """DSpark: the draft model that proposes a block of tokens (model.md §9)."""
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.arithmetic import Arithmetic, arithmetic
 from deepinfer_jax.cache import Cache, ring_positions
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.config import ModelConfig, TextConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
@@ -95,24 +96,82 @@ def draft(
 def _draft(
     params: Params, cache: Cache, tokens: jax.Array, *, config: ModelConfig, precision: str, kernels: KernelChoice
 ) -> DraftOutput:
+    context = DraftContext(
+        keys=cache.draft_windows,
+        positions=ring_positions(cache.lengths, config.text.sliding_window),
+        lengths=cache.lengths,
+    )
+
+    def pick(number: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
+
+    width = config.text.dspark_block_size
+    return DraftOutput(*draft_block(params, context, tokens, pick, width, config, precision, kernels))
+
+
+class DraftContext(NamedTuple):
+    """What the draft layers remember of each row's text.
+
+    Attributes:
+        keys: per draft layer, context keys of the last sliding_window tokens in any order. [batch, keys, head_dim].
+        positions: of these keys, negative where there is none. int32 [batch, keys].
+        lengths: tokens of each row; 0: nothing is drafted for it. int32 [batch].
+    """
+
+    keys: Sequence[jax.Array]
+    positions: jax.Array
+    lengths: jax.Array
+
+
+Pick = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
+"""(number of the draft, its logits float32 [batch, vocab]) -> the draft int32 [batch], what is to be kept beside it."""
+
+
+def draft_block(
+    params: Params,
+    context: DraftContext,
+    tokens: jax.Array,
+    pick: Pick,
+    count: int,
+    config: ModelConfig,
+    precision: str,
+    kernels: KernelChoice,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first drafts after each row's newest token; see `draft`.
+
+    Args:
+        tokens: at position `context.lengths`, not in the context. int32 [batch].
+        pick: chooses the drafts, one after another.
+        count: drafts that are wanted, at most `dspark_block_size`; the block has that width whatever is wanted.
+
+    Returns:
+        drafts int32 [batch, count], what `pick` gave beside them [batch, count, ...], confidences float32
+        [batch, count].
+    """
     with batch_invariant(kernels.batch_invariant):
-        return _draft_block(params, cache, tokens, config, precision, kernels)
+        final = _final_streams(params, context, tokens, config, arithmetic(config, precision), kernels)
+        return _markov_chain(final[:, :count], tokens, params, pick, config.text)
 
 
-def _draft_block(
-    params: Params, cache: Cache, tokens: jax.Array, config: ModelConfig, precision: str, kernels: KernelChoice
-) -> DraftOutput:
-    text, arith = config.text, arithmetic(config, precision)
-    weights = params.draft
+def _final_streams(
+    params: Params,
+    context: DraftContext,
+    tokens: jax.Array,
+    config: ModelConfig,
+    arith: Arithmetic,
+    kernels: KernelChoice,
+) -> jax.Array:
+    """The collapsed streams behind the last draft layer, [batch, block, hidden]."""
+    text, weights, lengths = config.text, params.draft, context.lengths
     assert weights is not None
     batch, width = tokens.shape[0], text.dspark_block_size
     noise = jnp.full((batch, width - 1), text.dspark_noise_token_id, jnp.int32)
     ids = jnp.concatenate([tokens[:, None], noise], axis=1)
-    by = rotation(text, cache.lengths[:, None] + jnp.arange(width, dtype=jnp.int32), compressed=False)
+    by = rotation(text, lengths[:, None] + jnp.arange(width, dtype=jnp.int32), compressed=False)
     # Every query of the block sees the window that ends at the last context token a, and the whole block
     # (bidirectional): for visibility, the block stands at a.
-    horizon = jnp.broadcast_to(cache.lengths[:, None] - 1, (batch, width))
-    positions = jnp.concatenate([ring_positions(cache.lengths, text.sliding_window), horizon], axis=1)
+    horizon = jnp.broadcast_to(lengths[:, None] - 1, (batch, width))
+    positions = jnp.concatenate([context.positions, horizon], axis=1)
 
     def attend(x: jax.Array, params: Attention, context: jax.Array) -> jax.Array:
         _, query = query_projection(x, params, by, text, arith)
@@ -139,29 +198,32 @@ def _draft_block(
                 streams,
                 pre,
                 layer,
-                functools.partial(attend, params=layer.attn, context=cache.draft_windows[i]),
+                functools.partial(attend, params=layer.attn, context=context.keys[i]),
                 name=f"mtp.{i}",
                 experts_per_token=text.dspark_num_experts_per_tok,
                 image_mask=None,
-                valid=jnp.ones((batch, width), bool),
+                valid=jnp.broadcast_to(lengths[:, None] > 0, (batch, width)),
                 text=text,
                 arith=arith,
                 probe=Probe((), ()),
                 mesh=params.mesh,
             )
-    final = rowwise(collapse, streams, pre)
-    plain = matmul(rowwise(lambda rows: rms_norm(rows, weights.norm, text.rms_norm_eps), final), params.head)
-    return _markov_chain(final, plain, tokens, weights)
+    return rowwise(collapse, streams, pre)
 
 
-def _markov_chain(final: jax.Array, plain: jax.Array, tokens: jax.Array, params: Draft) -> DraftOutput:
+def _markov_chain(
+    final: jax.Array, tokens: jax.Array, params: Params, pick: Pick, text: TextConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds the previous token's Markov term to each position's logits, picks, and goes on with the pick."""
-    previous, drafts, logits, confidence = tokens, [], [], []
+    weights = params.draft
+    assert weights is not None
+    plain = matmul(rowwise(lambda rows: rms_norm(rows, weights.norm, text.rms_norm_eps), final), params.head)
+    previous, drafts, kept, confidence = tokens, [], [], []
     for i in range(plain.shape[1]):
-        embedded = jnp.take(params.markov_embed, previous, axis=0)
-        logits.append(plain[:, i] + matmul(embedded, params.markov_head))
+        embedded = jnp.take(weights.markov_embed, previous, axis=0)
         features = jnp.concatenate([final[:, i].astype(jnp.float32), embedded.astype(jnp.float32)], axis=-1)
-        confidence.append(matmul(features, params.confidence)[:, 0])
-        previous = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
+        confidence.append(matmul(features, weights.confidence)[:, 0])
+        previous, own = pick(i, plain[:, i] + matmul(embedded, weights.markov_head))
         drafts.append(previous)
-    return DraftOutput(jnp.stack(drafts, axis=1), jnp.stack(logits, axis=1), jnp.stack(confidence, axis=1))
+        kept.append(own)
+    return jnp.stack(drafts, axis=1), jnp.stack(kept, axis=1), jnp.stack(confidence, axis=1)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax import Array
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -79,35 +80,53 @@ def compile_step(
 
 
 @functools.lru_cache(maxsize=32)
-def compile_move(model: StepModel, move: Move, shape: CacheShape, state: Spec, inputs: Spec) -> Any:
-    """The compiled program of a move, which takes (state, *inputs); shared like those of `compile_step`."""
+def compile_move(
+    model: StepModel,
+    move: Move,
+    shape: CacheShape,
+    options: SamplerOptions,
+    params: Spec,
+    state: Spec,
+    inputs: Spec,
+) -> Any:
+    """The compiled program of a move, which takes (params, state, *inputs); shared like those of `compile_step`."""
     logger.info("compiling the %s program", move)
-    program = jax.jit(move_program(model, move, shape), donate_argnums=0 if move in WRITES else ())
-    return program.lower(state.tree(), *inputs.tree()).compile()
+    program = jax.jit(move_program(model, move, shape, options), donate_argnums=1 if move in WRITES else ())
+    return program.lower(params.tree(), state.tree(), *inputs.tree()).compile()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the rows of one step gave, in the order of the step's sequences, n of them.
+    """What the sequences of one step gave, in the step's order, n of them; see `StepOutput`.
 
     Attributes:
-        tokens: the token after each row's last new one. int32 [n, 1].
-        counts: how many of them count. int32 [n].
-        logprobs: float32 [n, 1].
+        tokens: of q = 1 row of a prefill step, of q = 1 + drafts rows of a decode step. int32 [n, q].
+        counts: so many of them, the first ones, count. int32 [n].
+        logprobs: float32 [n, q].
         finite: bool [n], false where the logits were not.
-        top_tokens, top_logprobs: int32 and float32 [n, 1, 1000 or the vocabulary]; None unless some row wanted them.
+        verified: rows that were computed, at most q. int32 [n].
+        drafts: the next ones, int32 [n, drafts]; None without.
+        confidences: of the drafts that were verified, raw. float32 [n, drafts]; None of a prefill step, or without
+            drafts.
+        top_tokens, top_logprobs: int32 and float32 [n, q, 1000 or the vocabulary]; None unless some row wanted them.
         prompt_logprobs: float32 [n, time]; None unless some row wanted them.
-        sum_smaller_probs: float32 [n, 1]; None unless the sampler's options ask for them.
+        sum_smaller_probs: float32 [n, q]; None unless the sampler's options ask for them.
+        draft_logprobs: float32 [n, q], of each row's draft in its own distribution; None of a prefill step, and unless
+            the sampler's options ask for them.
     """
 
     tokens: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finite: npt.NDArray[np.bool_]
-    top_tokens: npt.NDArray[np.int32] | None
-    top_logprobs: npt.NDArray[np.float32] | None
-    prompt_logprobs: npt.NDArray[np.float32] | None
+    verified: npt.NDArray[np.int32]
+    drafts: npt.NDArray[np.int32] | None = None
+    confidences: npt.NDArray[np.float32] | None = None
+    top_tokens: npt.NDArray[np.int32] | None = None
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
     sum_smaller_probs: npt.NDArray[np.float32] | None = None
+    draft_logprobs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,47 +134,42 @@ class InFlight:
     """A launched step. Its small outputs are already on their way to the host.
 
     Attributes:
-        output: device arrays, [data · bucket.rows, ...].
+        arrays: what will be read, by the names of `StepResult`; device arrays [data · bucket.rows, ...].
         places: int32 [n], where the step's sequences are among these rows.
     """
 
-    output: StepOutput
+    arrays: dict[str, Array]
     places: npt.NDArray[np.int32]
-    wants_top: bool
-    wants_prompt_logprobs: bool
 
-    def start_copies(self) -> None:
+    @classmethod
+    def start(
+        cls, output: StepOutput, places: npt.NDArray[np.int32], wants_top: bool, wants_prompt_logprobs: bool
+    ) -> "InFlight":
         """Sends the arrays that `result` reads towards the host as soon as they exist."""
-        sampled = self.output.sampled
-        arrays = [sampled.tokens, sampled.logprobs, sampled.finite]
-        if self.wants_top:
-            arrays += [sampled.top_tokens, sampled.top_logprobs]
-        if self.wants_prompt_logprobs and self.output.prompt_logprobs is not None:
-            arrays.append(self.output.prompt_logprobs)
-        if sampled.sum_smaller_probs is not None:
-            arrays.append(sampled.sum_smaller_probs)
-        for array in arrays:
+        sampled = output.sampled
+        arrays = {
+            "tokens": sampled.tokens,
+            "counts": output.counts,
+            "logprobs": sampled.logprobs,
+            "finite": output.finite,
+            "verified": output.verified,
+            "drafts": output.drafts,
+            "confidences": output.confidences,
+            "top_tokens": sampled.top_tokens if wants_top else None,
+            "top_logprobs": sampled.top_logprobs if wants_top else None,
+            "prompt_logprobs": output.prompt_logprobs if wants_prompt_logprobs else None,
+            "sum_smaller_probs": sampled.sum_smaller_probs,
+            "draft_logprobs": sampled.draft_logprobs,
+        }
+        in_flight = cls({name: array for name, array in arrays.items() if array is not None}, places)
+        for array in in_flight.arrays.values():
             array.copy_to_host_async()
+        return in_flight
 
     def result(self) -> StepResult:
         """Waits until the step is done; raises what went wrong on the device."""
-        sampled = self.output.sampled
-
-        sums = sampled.sum_smaller_probs
-
-        def rows(array: Any, wanted: bool = True) -> Any:
-            return np.asarray(array)[self.places] if wanted else None
-
-        return StepResult(
-            tokens=rows(sampled.tokens)[:, None],
-            counts=np.ones(len(self.places), np.int32),
-            logprobs=rows(sampled.logprobs)[:, None],
-            finite=rows(sampled.finite),
-            top_tokens=rows(sampled.top_tokens)[:, None] if self.wants_top else None,
-            top_logprobs=rows(sampled.top_logprobs)[:, None] if self.wants_top else None,
-            prompt_logprobs=rows(self.output.prompt_logprobs, self.wants_prompt_logprobs),
-            sum_smaller_probs=None if sums is None else rows(sums)[:, None],
-        )
+        found: dict[str, Any] = {name: np.asarray(array)[self.places] for name, array in self.arrays.items()}
+        return StepResult(**found)
 
 
 class Runner:
@@ -171,6 +185,7 @@ class Runner:
         kinds: of steps that will run.
         moves_slots: whether `read_slots` and `restore` will run.
         moves_blocks: whether `read_blocks` and `write_blocks` will run.
+        drafts: whether `draft` will run.
         poisons: whether `poison` will run.
         options: what all rows are sampled by.
 
@@ -191,6 +206,7 @@ class Runner:
         kinds: tuple[Kind, ...] = ("prefill", "decode"),
         moves_slots: bool = False,
         moves_blocks: bool = False,
+        drafts: bool = False,
         poisons: bool = False,
         options: SamplerOptions = NO_OPTIONS,
     ) -> None:
@@ -210,6 +226,7 @@ class Runner:
             "restore": moves_slots,
             "read_blocks": moves_blocks,
             "write_blocks": moves_blocks,
+            "draft": drafts,
             "poison": poisons,
             "write_adjustments": True,
             "write_masks": True,
@@ -223,7 +240,7 @@ class Runner:
     @property
     def compile_count(self) -> int:
         """How many step programs this runner has; `warm_up` makes all, a step never one. Those that move state come
-        beside them, at most seven."""
+        beside them, at most eight."""
         return len(self._programs)
 
     def warm_up(self, *, progress: bool = False) -> None:
@@ -242,7 +259,8 @@ class Runner:
         def compiled_move(move: Move) -> Any:
             inputs = move_input_shapes(self._model, move, self._shape, self._table_width)
             placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in inputs)
-            return compile_move(self._model, move, self._shape, state, Spec(jax.tree.structure(inputs), tuple(placed)))
+            host_inputs = Spec(jax.tree.structure(inputs), tuple(placed))
+            return compile_move(self._model, move, self._shape, self._options, params, state, host_inputs)
 
         # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
         with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
@@ -267,19 +285,23 @@ class Runner:
     ) -> InFlight:
         """Launches a decode step.
 
-        forced: int32 [n], an id that a row must produce, −1 for none; None: no row. masked: int32 [n], which of its
-        slot's masks hold, bit j: of the row's j-th token; None: no mask.
+        forced: int32 [n, bucket.time], an id that a row must produce, −1 for none; None: no row of any sequence.
+        masked: int32 [n], which of its slot's masks hold, bit j: of the row's j-th token; None: no mask.
         """
         packed = pack_decode(step, self._shape.data, self._shape.slots, forced, masked, wants_top)
         return self._launch("decode", step, packed, wants_top, False)
 
-    def read_slots(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> PendingBytes:
+    def read_slots(
+        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+    ) -> PendingBytes:
         """Launches the reading of n sequences' state as the last launched step leaves it; result [n, slot_bytes].
 
-        data_index, slots: int32 [n].
+        data_index, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.rollback` fewer than the
+        last launched step may have computed. int32 [n].
         """
         where = places(data_index, SLOT_ROWS)
-        return self._read("read_slots", where, slots, SLOT_ROWS, self._shape.slots, self.slot_bytes)
+        numbers = np.stack([slots, lengths], axis=1)
+        return self._read("read_slots", where, numbers, SLOT_ROWS, self._shape.slots, self.slot_bytes)
 
     def restore(
         self,
@@ -337,6 +359,15 @@ class Runner:
         for inputs in zip(numbers, where.spread(masks, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("write_masks", *inputs)
 
+    def draft(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+        """Launches the drafting behind the last tokens of n restored slots, for the decode step that follows.
+
+        data_index, slots: int32 [n].
+        """
+        where, shape = places(data_index, SLOT_ROWS), self._shape
+        for own in where.spread(slots, shape.data, SLOT_ROWS, shape.slots):
+            self._write("draft", own)
+
     def read_blocks(self, data_index: int, blocks: Sequence[int]) -> PendingBytes:
         """Launches the reading of n blocks of one data index; result [n, block_bytes]."""
         where, numbers = self._block_places(data_index, blocks)
@@ -371,9 +402,8 @@ class Runner:
         """Empties pools and slots; needed after a step that failed, which took the state with it."""
         self._state = None  # freed before the new one is made
         cache = init_pools(self._model.state(self._shape.tokens_per_block), self._shape, self._mesh)
-        self._state = StepState(
-            cache, init_slot_table(self._shape, self._table_width, self._model.vocab_size, self._mesh)
-        )
+        table = init_slot_table(self._shape, self._table_width, self._model.vocab_size, self._mesh)
+        self._state = StepState(cache, table)
 
     def _launch(
         self,
@@ -389,11 +419,8 @@ class Runner:
             raise RuntimeError(f"no {kind} program was compiled for {step.bucket}; there are: {known or 'none'}")
         state, self._state = self._state, None  # donated: a step that fails leaves none
         output, self._state = program(self._params, state, jax.device_put(packed, self._placement))
-        step_in_flight = InFlight(
-            output, step.data_index * step.bucket.rows + step.row, wants_top, wants_prompt_logprobs
-        )
-        step_in_flight.start_copies()
-        return step_in_flight
+        rows = step.data_index * step.bucket.rows + step.row
+        return InFlight.start(output, rows, wants_top, wants_prompt_logprobs)
 
     def _block_places(self, data_index: int, blocks: Sequence[int]) -> tuple[Places, npt.NDArray[np.int32]]:
         return places(np.full(len(blocks), data_index, np.int32), BLOCK_ROWS), np.asarray(blocks, np.int32)
@@ -403,7 +430,7 @@ class Runner:
     ) -> PendingBytes:
         program = self._move(move)
         inputs = where.spread(numbers, self._shape.data, rows, empty)
-        arrays = tuple(program(self._state, jax.device_put(own, self._placement)) for own in inputs)
+        arrays = tuple(program(self._params, self._state, jax.device_put(own, self._placement)) for own in inputs)
         for array in arrays:
             array.copy_to_host_async()
         return PendingBytes(arrays, where, width)
@@ -411,7 +438,7 @@ class Runner:
     def _write(self, move: Move, *inputs: npt.NDArray[Any]) -> None:
         program = self._move(move)
         state, self._state = self._state, None  # donated: a program that fails leaves none
-        self._state = program(state, *(jax.device_put(own, self._placement) for own in inputs))
+        self._state = program(self._params, state, *(jax.device_put(own, self._placement) for own in inputs))
 
     def _move(self, move: Move) -> Any:
         program = self._moves.get(move)

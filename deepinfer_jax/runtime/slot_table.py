@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from deepinfer_jax.kernels.pools import write_pool
+from deepinfer_jax.runtime.slot_drafts import SlotDrafts, init_slot_drafts
 from deepinfer_jax.runtime.slot_sampling import SlotSampling, init_adjustments, init_slot_sampling
 from deepinfer_jax.sampling import Adjustments
 from deepinfer_jax.sharding import over_data
@@ -23,21 +24,25 @@ class SlotTable:
 
     Attributes:
         lengths: tokens of the sequence that the cache holds. int32 [data, slots].
+        limit: the most tokens that the cache may hold of it. int32 [data, slots].
         last_token: the newest token, at position `lengths`. int32 [data, slots].
         blocks: block tables; the number of blocks where there is none. int32 [data, slots, width].
         sampling: how each slot's sequence samples.
         adjustments: what changes its logits; see `init_adjustments`.
+        drafts: behind the last token, for the next step to verify; None without drafts.
     """
 
     lengths: Array
+    limit: Array
     last_token: Array
     blocks: Array
     sampling: SlotSampling
     adjustments: Adjustments
+    drafts: SlotDrafts | None
 
 
 def init_slot_table(shape: CacheShape, width: int, vocab_size: int, mesh: Mesh | None = None) -> SlotTable:
-    """All slots empty, block tables of `width` blocks."""
+    """All slots empty, block tables of `width` blocks; `shape.rollback` drafts each."""
     placement = over_data(mesh)
 
     def filled(value: float, dtype: jax.typing.DTypeLike, *more: int) -> Array:
@@ -45,10 +50,12 @@ def init_slot_table(shape: CacheShape, width: int, vocab_size: int, mesh: Mesh |
 
     return SlotTable(
         lengths=filled(0, jnp.int32),
+        limit=filled(0, jnp.int32),
         last_token=filled(0, jnp.int32),
         blocks=filled(shape.blocks, jnp.int32, width),
         sampling=init_slot_sampling(filled),
         adjustments=init_adjustments(filled, vocab_size, 1 + shape.rollback),
+        drafts=init_slot_drafts(filled, shape.rollback, vocab_size) if shape.rollback else None,
     )
 
 

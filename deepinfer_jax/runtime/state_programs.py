@@ -1,4 +1,4 @@
-"""The programs that move state between host and device, or spoil it, in few rows of fixed shape.
+"""The programs that move state between host and device, complete it or spoil it, in few rows of fixed shape.
 
 Unused rows have a slot or a block out of range: nothing is written for them, and what is read for them means nothing.
 """
@@ -6,19 +6,19 @@ Unused rows have a slot or a block out of range: nothing is written for them, an
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.kernels.pools import read_pool, write_pool
+from deepinfer_jax.kernels.pools import write_pool
 from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_masks, with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
-from deepinfer_jax.runtime.steps import StepState
+from deepinfer_jax.runtime.steps import StepState, next_drafts
 from deepinfer_jax.runtime.text_model import StepModel
-from deepinfer_jax.sampling import MAX_EDITS
+from deepinfer_jax.sampling import MAX_EDITS, NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler.decode import row_places
 from deepinfer_jax.state import (
     CacheShape,
@@ -31,9 +31,11 @@ from deepinfer_jax.state import (
     write_slots,
 )
 
-Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "poison", "write_adjustments", "write_masks"]
+Move = Literal[
+    "read_slots", "restore", "read_blocks", "write_blocks", "draft", "poison", "write_adjustments", "write_masks"
+]
 
-WRITES: frozenset[Move] = frozenset({"restore", "write_blocks", "poison", "write_adjustments", "write_masks"})
+WRITES: frozenset[Move] = frozenset({*get_args(Move)} - {"read_slots", "read_blocks"})
 """Moves that take the state and give it back changed; the others give bytes and leave it."""
 
 # Rows of one call, of each data index.
@@ -41,27 +43,32 @@ SLOT_ROWS = 4
 BLOCK_ROWS = 16
 
 
-def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..., Any]:
-    """The function (state, *host inputs) of a move."""
+def move_program(
+    model: StepModel, move: Move, shape: CacheShape, options: SamplerOptions = NO_OPTIONS
+) -> Callable[..., Any]:
+    """The function (parameters, state, *host inputs) of a move."""
     declared = model.state(shape.tokens_per_block)
 
-    def read_state(state: StepState, slots: Array) -> Array:
-        return read_slots(declared, state.cache, slots, read_pool(state.table.lengths, slots))
+    def read_state(params: Any, state: StepState, rows: Array) -> Array:
+        return read_slots(declared, state.cache, rows[..., 0], rows[..., 1])
 
-    def read_contents(state: StepState, blocks: Array) -> Array:
+    def read_contents(params: Any, state: StepState, blocks: Array) -> Array:
         return read_blocks(declared, state.cache, blocks)
 
-    def write_contents(state: StepState, blocks: Array, contents: Array) -> StepState:
+    def write_contents(params: Any, state: StepState, blocks: Array, contents: Array) -> StepState:
         return state._replace(cache=write_blocks(declared, state.cache, blocks, contents))
 
-    def spoil(state: StepState, blocks: Array, slots: Array) -> StepState:
+    def draft(params: Any, state: StepState, slots: Array) -> StepState:
+        return state._replace(table=next_drafts(model, options, params, state.cache, state.table, slots)[0])
+
+    def spoil(params: Any, state: StepState, blocks: Array, slots: Array) -> StepState:
         return state._replace(cache=poison(declared, state.cache, blocks, slots))
 
-    def adjust(state: StepState, edits: Array, counts: Array) -> StepState:
+    def adjust(params: Any, state: StepState, edits: Array, counts: Array) -> StepState:
         adjustments = with_adjustments(state.table.adjustments, edits, counts)
         return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
 
-    def mask(state: StepState, slots: Array, masks: Array) -> StepState:
+    def mask(params: Any, state: StepState, slots: Array, masks: Array) -> StepState:
         adjustments = with_masks(state.table.adjustments, slots, masks)
         return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
 
@@ -70,6 +77,7 @@ def move_program(model: StepModel, move: Move, shape: CacheShape) -> Callable[..
         "restore": functools.partial(_restore, declared),
         "read_blocks": read_contents,
         "write_blocks": write_contents,
+        "draft": draft,
         "poison": spoil,
         "write_adjustments": adjust,
         "write_masks": mask,
@@ -85,13 +93,14 @@ def move_input_shapes(
     slots, blocks = (shape.data, SLOT_ROWS), (shape.data, BLOCK_ROWS)
     masks = (1 + shape.rollback, -(-model.vocab_size // 32))
     inputs: dict[Move, tuple[tuple[Any, Any], ...]] = {
-        "read_slots": ((slots, np.int32),),
+        "read_slots": (((*slots, 2), np.int32),),
         "restore": (
             ((*slots, len(RESTORE_COLUMNS) + table_width), np.int32),
             ((*slots, slot_bytes(declared)), np.uint8),
         ),
         "read_blocks": ((blocks, np.int32),),
         "write_blocks": ((blocks, np.int32), ((*blocks, block_bytes(declared)), np.uint8)),
+        "draft": ((slots, np.int32),),
         "poison": ((blocks, np.int32), (slots, np.int32)),
         "write_adjustments": (((*slots, 1 + 3 * MAX_EDITS), np.int32), ((*slots, model.vocab_size), np.int32)),
         "write_masks": ((slots, np.int32), ((*slots, *masks), np.uint32)),
@@ -99,14 +108,15 @@ def move_input_shapes(
     return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
 
 
-def _restore(declared: Any, state: StepState, packed: Array, states: Array) -> StepState:
-    """Slot state, block table, length, last token and sampling parameters of each row, on `pack_restore`."""
+def _restore(declared: Any, params: Any, state: StepState, packed: Array, states: Array) -> StepState:
+    """Slot state, block table, length, limit, last token and sampling parameters of each row, on `pack_restore`."""
     cache, table = state
     column, tables, _ = unpack(packed, RESTORE_COLUMNS, packed.shape[2] - len(RESTORE_COLUMNS))
     slots = column["slot"]
     table = dataclasses.replace(
         table,
         lengths=write_pool(table.lengths, (slots,), column["length"]),
+        limit=write_pool(table.limit, (slots,), column["limit"]),
         last_token=write_pool(table.last_token, (slots,), column["last_token"]),
         blocks=write_pool(table.blocks, (slots,), tables),
         sampling=with_sampling(table.sampling, slots, column),

@@ -11,11 +11,11 @@ from jax import Array
 from deepinfer_jax.runtime.slot_sampling import SAMPLING_COLUMNS
 from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
-# One column per field, in this order; then the new blocks and, of a prefill step, the tokens. Floats and unsigned
-# words travel as their bits. next_token is the prompt's token after the new ones: the target of the last new token's
-# log-probability; kept_from is that of `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th
-# token that the row may give.
-DECODE_COLUMNS = ("slot", "forced", "masked", "wants_top", "first_new_block")
+# One column per field, in this order; then the new blocks and the tokens: those of a prefill step, and of a decode step
+# the ids that its rows must produce (−1: none). Floats and unsigned words travel as their bits. next_token is the
+# prompt's token after the new ones: the target of the last new token's log-probability; kept_from is that of
+# `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th token that the row may give.
+DECODE_COLUMNS = ("slot", "masked", "wants_top", "first_new_block")
 PREFILL_COLUMNS = (
     "slot",
     "forced",
@@ -24,20 +24,22 @@ PREFILL_COLUMNS = (
     "first_new_block",
     "start",
     "num_new_tokens",
+    "completes",
+    "limit",
     *SAMPLING_COLUMNS,
     "next_token",
     "wants_prompt_logprobs",
     "kept_from",
 )
 # Then the whole block table.
-RESTORE_COLUMNS = ("slot", "length", "last_token", *SAMPLING_COLUMNS)
+RESTORE_COLUMNS = ("slot", "length", "limit", "last_token", *SAMPLING_COLUMNS)
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _WORDS = ("seed_low", "seed_high")
 
 
 def decode_width(bucket: Bucket, tokens_per_block: int) -> int:
     """Words that a decode step sends per row; bucket.time is 1 + drafts."""
-    return len(DECODE_COLUMNS) + blocks_per_decode(tokens_per_block, bucket.time - 1)
+    return len(DECODE_COLUMNS) + blocks_per_decode(tokens_per_block, bucket.time - 1) + bucket.time
 
 
 def prefill_width(bucket: Bucket, tokens_per_block: int) -> int:
@@ -53,15 +55,17 @@ def pack_decode(
     masked: npt.NDArray[np.int32] | None,
     wants_top: bool,
 ) -> npt.NDArray[np.int32]:
-    """int32 [data, bucket.rows, decode_width]; forced, masked: int32 [n] or None for no forced token, no mask."""
+    """int32 [data, bucket.rows, decode_width]; forced: int32 [n, bucket.time] or None for no forced token; masked:
+    int32 [n] or None for no mask."""
+    if forced is None:
+        forced = np.full((len(step.sequences), step.bucket.time), -1, np.int32)
     columns: dict[str, npt.ArrayLike] = {
         "slot": step.slots,
-        "forced": -1 if forced is None else forced,
         "masked": 0 if masked is None else masked,
         "wants_top": wants_top,
         "first_new_block": step.first_new_block,
     }
-    return _pack(step, data, num_slots, DECODE_COLUMNS, columns, step.new_blocks)
+    return _pack(step, data, num_slots, DECODE_COLUMNS, columns, np.hstack([step.new_blocks, forced]))
 
 
 def pack_prefill(
@@ -77,6 +81,7 @@ def pack_prefill(
         "first_new_block": step.first_new_block,
         "start": step.starts,
         "num_new_tokens": step.num_new_tokens,
+        "completes": step.completes,
     }
     return _pack(step, data, num_slots, PREFILL_COLUMNS, columns, np.hstack([step.new_blocks, step.tokens]))
 

@@ -1,5 +1,6 @@
 """The model as the step programs see it: advance rows of paged caches, and logits of some of their positions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -9,11 +10,12 @@ from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.config import ModelConfig, Precision
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import KeptRows, Replay
+from deepinfer_jax.model.dspark import DraftContext, draft_block
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.packed_view import PackedView
 from deepinfer_jax.paged_cache import PagedCache, paged_state
-from deepinfer_jax.paged_view import PagedView
+from deepinfer_jax.paged_view import PagedView, draft_windows
 from deepinfer_jax.params import Params
 
 
@@ -55,6 +57,25 @@ class Advanced(NamedTuple):
     cache: Any
 
 
+class Drafted(NamedTuple):
+    """Drafts of data · rows rows, k for each.
+
+    Attributes:
+        tokens: int32 [data · rows, k].
+        logprobs: the distribution that each was drawn from. float32 [data · rows, k, vocab].
+        confidences: raw logits of the confidence head. float32 [data · rows, k].
+    """
+
+    tokens: Array
+    logprobs: Array
+    confidences: Array
+
+
+Pick = Callable[[int, Array], tuple[Array, Array]]
+"""(number of the draft, its logits float32 [data · rows, vocab]) -> the draft int32 [data · rows], and the distribution
+that it was drawn from, log-probabilities float32 [data · rows, vocab]."""
+
+
 class StepModel(Protocol):
     """What a step program asks of a model. `params` and `cache` are pytrees, opaque to the caller.
 
@@ -82,6 +103,20 @@ class StepModel(Protocol):
 
     def logits(self, params: Any, hidden: Array) -> Array:
         """float32 [batch, time, vocab] of hidden [batch, time, hidden]."""
+
+    def draft(
+        self, params: Any, cache: Any, slots: Array, lengths: Array, tokens: Array, count: int, pick: Pick
+    ) -> Drafted:
+        """The first `count` drafts behind each row's newest token; asked only where `CacheShape.rollback` is `count`.
+
+        They depend on the row's tokens alone, never on what was computed and taken back.
+
+        Args:
+            slots: int32 [data, rows].
+            lengths: tokens that the cache holds of each row; 0: nothing is to be drafted. int32 [data, rows].
+            tokens: at position `lengths`. int32 [data, rows].
+            pick: chooses each draft, from the first to the last.
+        """
 
 
 @dataclass(frozen=True)
@@ -125,3 +160,19 @@ class TextModel:
 
     def logits(self, params: Params, hidden: Array) -> Array:
         return compute_logits(params, hidden, self.kernels)
+
+    def draft(
+        self,
+        params: Params,
+        cache: PagedCache,
+        slots: Array,
+        lengths: Array,
+        tokens: Array,
+        count: int,
+        pick: Pick,
+    ) -> Drafted:
+        dtype = arithmetic(self.config, self.precision).dtype
+        keys, positions = draft_windows(cache, slots, lengths, self.config.text.sliding_window, dtype)
+        context = DraftContext(keys, positions, lengths.reshape(-1))
+        given = tokens.reshape(-1)
+        return Drafted(*draft_block(params, context, given, pick, count, self.config, self.precision, self.kernels))

@@ -43,6 +43,7 @@ def sampling(rows: list[Row]) -> dict[str, np.ndarray]:
         **{name: zeros.astype(np.float32) for name in ("min_p", "presence", "frequency", "repetition")},
         **dict.fromkeys(("raw_logprobs", "edited", "penalised"), zeros),
         "greedy": 1 - seeds % 2,
+        "limit": np.full(len(rows), 1 << 20, np.int32),
         "seed_low": seeds.astype(np.uint32),
         "seed_high": (seeds + 7).astype(np.uint32),
     }
@@ -51,8 +52,8 @@ def sampling(rows: list[Row]) -> dict[str, np.ndarray]:
 class Driven:
     """At most six rows in a step."""
 
-    def __init__(self, data: int = 1, mesh: Mesh | None = None, params: Any = None, rollback: int = 0) -> None:
-        self.shape = CacheShape(data, slots=7, blocks=70, tokens_per_block=TOKENS_PER_BLOCK, rollback=rollback)
+    def __init__(self, data: int = 1, mesh: Mesh | None = None, params: Any = None) -> None:
+        self.shape = CacheShape(data, slots=7, blocks=70, tokens_per_block=TOKENS_PER_BLOCK)
         self.runner = Runner(
             DummyKindModel(),
             jnp.asarray(make_table()) if params is None else params,
@@ -107,7 +108,8 @@ class Driven:
 
     def states(self, rows: list[Row]) -> np.ndarray:
         data_index = int32(row.data_index for row in rows)
-        return self.runner.read_slots(data_index, int32(row.slot for row in rows)).result()
+        lengths = int32(len(row.tokens) - 1 for row in rows)
+        return self.runner.read_slots(data_index, int32(row.slot for row in rows), lengths).result()
 
     def _common(self, rows: list[Row], start: int, stop: int, most: int) -> dict[str, Any]:
         first, last = -(-start // TOKENS_PER_BLOCK), -(-stop // TOKENS_PER_BLOCK)

@@ -21,7 +21,7 @@ from toy import (
     write_rows,
 )
 
-from deepinfer_jax.runtime.text_model import Advanced, StepBatch
+from deepinfer_jax.runtime.text_model import Advanced, Drafted, StepBatch
 from deepinfer_jax.state import StateSpec
 
 
@@ -56,7 +56,7 @@ class DummyKindModel:
         row = hidden[..., 0].astype(jnp.int32)
         echo, bytes_ = extend_history(cache["echo"], batch, echoed(batch.tokens).astype(jnp.uint8))
         echoes = at_new_tokens(fold(next_echo, jnp.zeros(len(bytes_), jnp.int32), bytes_.astype(jnp.int32)), batch)
-        before = rows_before(cache["series"], batch, 2).astype(jnp.int32)
+        before = rows_before(cache["series"], batch.slots, batch.starts, 2).astype(jnp.int32)
         series = fold(next_pair, before, batch.tokens.reshape(row.shape))[..., 1]
         moved = jnp.where(row < NUM_STATES, (row + series + echoes) % NUM_STATES, row)
         series_ring = write_rows(cache["series"], batch, series.astype(jnp.float32))
@@ -65,6 +65,9 @@ class DummyKindModel:
 
     def logits(self, params: Array, hidden: Array) -> Array:
         return TOY.logits(params, hidden)
+
+    def draft(self, params: Array, cache: dict[str, Any], *arguments: Any) -> Drafted:
+        return TOY.draft(params, cache["toy"], *arguments)
 
 
 def echoed(token: Any) -> Any:

@@ -25,7 +25,6 @@ from toy import (
 )
 
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.request import prefill_columns
 from deepinfer_jax.engine.sampling_params import SamplingParams
@@ -316,19 +315,6 @@ def test_a_too_long_prompt_gives_one_output_that_says_so() -> None:
 def test_a_pool_that_holds_no_whole_sequence_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ValueError, match=r"9 blocks of 4 tokens .* max_model_len \(40\) tokens takes 10: lower .* 36"):
         toy_engine(num_kv_blocks=9)
-
-
-def test_drafts_are_refused_until_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, refused in [("0", False), ("5", True), ("-1", True)]:
-        monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", value)
-        rearm("DEEPINFER_USE_NEXTN_DECODE")
-        if refused:
-            with pytest.raises(ValueError, match=f"DEEPINFER_USE_NEXTN_DECODE is {value}, but drafts come in a later"):
-                toy_engine()
-        else:
-            assert toy_engine().limits.num_drafts == 0
-    monkeypatch.undo()
-    rearm("DEEPINFER_USE_NEXTN_DECODE")
 
 
 def test_more_devices_than_there_are_are_refused() -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.request import Request
@@ -36,9 +37,7 @@ def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
         "counts": np.full(len(array), array.shape[1], np.int32),
         "logprobs": -array.astype(np.float32),
         "finite": np.ones(len(array), np.bool_),
-        "top_tokens": None,
-        "top_logprobs": None,
-        "prompt_logprobs": None,
+        "verified": np.full(len(array), array.shape[1], np.int32),
     }
     return StepResult(tokens=array, **(arrays | kwargs))
 
@@ -55,7 +54,10 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
     sequences[3].request.error = "no distribution"
     step: Any = SimpleNamespace(sequences=sequences)
     counts = np.asarray([3, 2, 3, 0], np.int32)
-    outputs = token_outputs(step, results(tokens, counts=counts), [*taken, (3, 0)], 64)
+    confidences = np.asarray([[0, 1], [-1, 90], [2, 3], [np.nan, 0]], np.float32)
+    verified = np.asarray([3, 3, 2, 3], np.int32)
+    given = results(tokens, counts=counts, verified=verified, confidences=confidences)
+    outputs = token_outputs(step, given, [*taken, (3, 0)], 64)
 
     def seen(output: RequestOutput) -> tuple[Any, ...]:
         return output.request_id, output.token_id, output.num_output_tokens, output.draft_tok, output.accept_tok
@@ -67,8 +69,15 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
         ("one", 21, 3, 0, 0),
         ("one", 22, 4, 3, 2),
         ("ends", 31, 2, 0, 0),
-        ("ends", EOS, 3, 3, 3),
+        ("ends", EOS, 3, 2, 3),
     ]
+    # 1 / (1 + exp(-z)), of the drafts that were verified.
+    assert [output.confidence_score for output in outputs[:7] if output.draft_tok] == [
+        pytest.approx([0.5, 0.7310586]),
+        pytest.approx([0.2689414, 1.0]),
+        pytest.approx([0.8807971]),
+    ]
+    assert [output.confidence_score for output in outputs if not output.draft_tok] == [None] * 5
     assert [output.token_logprobs for output in outputs[:7]] == [-11, -12, -13, -21, -22, -31, -1]
     assert [(output.finished, output.finish_reason) for output in outputs[:7]] == [(False, "")] * 6 + [(True, "stop")]
     assert all(output.max_num_batched_tokens == 64 and output.prompt_len == 3 for output in outputs)

@@ -53,7 +53,7 @@ def test_queue_time_counts_from_the_arrival_that_the_caller_gives() -> None:
 def test_throughput_is_of_the_window_after_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("deepinfer_jax.engine.stats.time.perf_counter", lambda: now)
-    stats = EngineStats()
+    stats = EngineStats(num_drafts=0)
     assert stats.throughput() == (0.0, 0.0)
     for prompt, generation in [(1000, 50), (20, 4), (0, 6)]:
         stats.prompt_tokens += prompt
@@ -65,7 +65,7 @@ def test_throughput_is_of_the_window_after_its_first_step(monkeypatch: pytest.Mo
 
 
 def test_what_is_remembered_of_the_past_is_bounded() -> None:
-    stats = EngineStats()
+    stats = EngineStats(num_drafts=0)
     for i in range(5000):
         stats.queue.add(i)
         stats.end_step()
@@ -93,7 +93,7 @@ def test_a_line_is_logged_every_so_many_steps_with_the_figures_of_that_step(
 
 
 def test_a_share_of_the_host_time_is_that_of_its_phase() -> None:
-    stats = EngineStats()
+    stats = EngineStats(num_drafts=0)
     stats.seconds = {"schedule": 1.0, "launch": 2.0, "wait": 16.0, "process": 1.0}
     pools = dict.fromkeys(("free_blocks", "total_blocks", "free_slots", "total_slots"), 4)
     counts = dict.fromkeys(("num_running", "num_waiting", "num_cached_tokens", "num_preemptions"), 0)

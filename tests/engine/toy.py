@@ -38,7 +38,7 @@ from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import Advanced, StepBatch, StepModel
+from deepinfer_jax.runtime.text_model import Advanced, Drafted, Pick, StepBatch, StepModel
 from deepinfer_jax.sampling import plain_rows, sample
 from deepinfer_jax.state import CacheShape, StateSpec
 
@@ -46,6 +46,7 @@ VOCAB = 64
 EOS = 1
 IMAGE = 3
 MAX_POSITIONS = 40
+DRAFT_BLOCK = 5
 NUM_STATES = 1009
 # The one-token prompt POISON leads to a state of its own, whose logits are NaN: no sampled text gets there by chance.
 POISON = 60
@@ -54,6 +55,15 @@ POISON = 60
 def next_state(state: Any, token: Any) -> Any:
     poisoned = (state == 0) * (token == POISON)
     return poisoned * NUM_STATES + (1 - poisoned) * ((state * 31 + token + 7) % NUM_STATES)
+
+
+def drafted_state(state: Any) -> Any:
+    """The state whose row of the table the draft model takes for that of `state`: another one in a quarter of all."""
+    return state + (state % 4 == 3) * (7 - 14 * (state > NUM_STATES // 2))
+
+
+def draft_confidence(state: Any) -> Any:
+    return (state % 7 - 3).astype(jnp.float32)
 
 
 def make_table(seed: int = 0) -> np.ndarray:
@@ -83,13 +93,33 @@ class ToyModel:
         tokens, history = extend_history(cache["tokens"], batch, batch.tokens)
         read = at_new_tokens(fold(next_state, jnp.zeros(len(history), jnp.int32), history), batch)
         new = batch.tokens.reshape(read.shape)
-        kept = fold(next_state, rows_before(cache["hashes"], batch, 1)[:, 0], new)
+        kept = fold(next_state, rows_before(cache["hashes"], batch.slots, batch.starts, 1)[:, 0], new)
         hidden = jnp.where(read == kept, read, NUM_STATES if self.strict else (read + kept + 1) % NUM_STATES)
         cache = {"tokens": tokens, "hashes": write_rows(cache["hashes"], batch, kept)}
         return Advanced(hidden[..., None].astype(jnp.float32), batch.lengths.reshape(-1), cache)
 
     def logits(self, params: Array, hidden: Array) -> Array:
         return params[hidden[..., 0].astype(jnp.int32)]
+
+    def draft(
+        self,
+        params: Array,
+        cache: dict[str, Array],
+        slots: Array,
+        lengths: Array,
+        tokens: Array,
+        count: int,
+        pick: Pick,
+    ) -> Drafted:
+        state = next_state(rows_before(cache["hashes"], slots, lengths, 1)[:, 0], tokens.reshape(-1))
+        drafts, logprobs, confidences = [], [], []
+        for i in range(count):
+            draft, own = pick(i, params[drafted_state(state)])
+            drafts.append(draft)
+            logprobs.append(own)
+            confidences.append(draft_confidence(state))
+            state = next_state(state, draft)
+        return Drafted(jnp.stack(drafts, 1), jnp.stack(logprobs, 1), jnp.stack(confidences, 1))
 
 
 TOY = ToyModel()
@@ -120,11 +150,13 @@ def fold(step: Callable[[Array, Array], Array], first: Array, tokens: Array) -> 
     return jnp.moveaxis(states, 0, 1)
 
 
-def rows_before(ring: Array, batch: StepBatch, reach: int) -> Array:
-    """What a ring [data, slots, length, ...] holds of the last positions, [data · rows, reach, ...]; 0 before any."""
-    positions = batch.starts[..., None] + jnp.arange(-reach, 0)
+def rows_before(ring: Array, slots: Array, starts: Array, reach: int) -> Array:
+    """What a ring [data, slots, length, ...] holds of the last positions, [data · rows, reach, ...]; 0 before any.
+
+    slots, starts: int32 [data, rows]."""
+    positions = starts[..., None] + jnp.arange(-reach, 0)
     index = jnp.arange(len(ring))[:, None, None]
-    rows = ring.at[index, batch.slots[..., None], positions % ring.shape[2]].get(mode="clip")
+    rows = ring.at[index, slots[..., None], positions % ring.shape[2]].get(mode="clip")
     exist = (positions >= 0).reshape(*positions.shape, *[1] * (ring.ndim - 3))
     return jnp.where(exist, rows, 0).reshape(-1, *rows.shape[2:])
 
@@ -192,7 +224,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
     """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
     limits = args.limits(
         MAX_POSITIONS,
-        num_drafts=num_drafts(),
+        num_drafts=num_drafts(DRAFT_BLOCK, args.engine_type),
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
     )
     buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)

@@ -1,11 +1,12 @@
 """Step programs write pools where they lie: there is no room for a second one, and no time to copy it."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
-from small import small_config
+from small import small_config, small_params
 
 from deepinfer_jax.config import Precision
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -41,14 +42,15 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket, replay: Replay | None) ->
 
 @pytest.mark.parametrize("precision", ["float32", "reference"])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("move", ["read_slots", "restore", "read_blocks", "write_blocks", "poison"])
+@pytest.mark.parametrize("move", get_args(Move))
 def test_no_move_copies_a_pool(move: Move, packed: bool, precision: Precision) -> None:
     model = TextModel(small_config(), precision, KernelChoice(), packed=packed)
     shape, width = dataclasses.replace(SHAPE, rollback=3), 8
     cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
     state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width, model.vocab_size)))
-    program = jax.jit(move_program(model, move, shape), donate_argnums=0 if move in WRITES else ())
-    compiled = program.lower(state, *move_input_shapes(model, move, shape, width)).compile()
+    params = jax.eval_shape(lambda: small_params(precision))
+    program = jax.jit(move_program(model, move, shape), donate_argnums=1 if move in WRITES else ())
+    compiled = program.lower(params, state, *move_input_shapes(model, move, shape, width)).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and copied_pools(text, cache) == []
     if move in WRITES:
