@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,7 +29,6 @@ from deepinfer_jax.kernels.aot import (
     topology_of,
 )
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.paged_cache import PagedCache
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
@@ -41,16 +41,16 @@ BUCKETS: dict[Kind, Bucket] = {
     "prefill": Bucket(rows=4, time=512, width=64),
 }
 
-_HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32"}
+_HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint32": "u32"}
 _COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
 
 
-def copied_pools(compiled: str, cache: PagedCache) -> list[str]:
-    """The instructions of a compiled program that copy or transpose whole pools or rings of `cache`.
+def copied_pools(compiled: str, pools: Any) -> list[str]:
+    """The instructions of a compiled program that copy or transpose whole arrays of a pytree of pools or rings.
 
     An array counts as a pool if it has a pool's type and number of elements.
     """
-    sizes = {(_HLO_TYPES[pool.dtype.name], pool.size) for pool in jax.tree.leaves(cache)}
+    sizes = {(_HLO_TYPES[pool.dtype.name], pool.size) for pool in jax.tree.leaves(pools)}
     found = []
     for line in compiled.splitlines():
         if match := _COPIES.search(line):

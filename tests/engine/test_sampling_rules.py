@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafting import drafts
 from toy import EOS, VOCAB, greedy_twin, history_logits, make_table, random_prompt, run, tokens, toy_engine
 
 from deepinfer_jax.engine.args import EngineType
@@ -55,10 +56,10 @@ def twin(prompt: list[int], params: SamplingParams) -> list[int]:
     return output
 
 
-def random_params(rng: np.random.Generator) -> SamplingParams:
+def random_params(rng: np.random.Generator, temperatures: tuple[float, ...] = (0.0, 0.8, 1.5)) -> SamplingParams:
     """Of all rules some, at random."""
     fields: dict[str, Any] = {"max_tokens": int(rng.integers(1, 20)), "seq_seed": int(rng.integers(2**40))}
-    fields["temperature"] = float(rng.choice([0.0, 0.8, 1.5]))
+    fields["temperature"] = float(rng.choice(temperatures))
     if rng.random() < 0.3:
         fields |= {"min_p": 0.1, "top_p": 0.95}
     if rng.random() < 0.5:
@@ -89,6 +90,31 @@ def test_requests_with_any_rules_have_the_tokens_of_the_twin(overlap: bool) -> N
         assert tokens(results[str(number)]) == twin(prompt, params), params
     assert engine.stats()["num_preemptions"] > 0
     assert engine.compile_count == compiled
+
+
+def test_greedy_requests_with_any_rules_have_the_same_tokens_and_log_probabilities_with_drafts() -> None:
+    """Also of a preempted one, in the middle of a block, and where a stop cuts what was accepted."""
+    rng = np.random.default_rng(4)
+    texts = [random_prompt(int(rng.integers(1, 16)), seed) for seed in range(40)]
+    wanted = [
+        dataclasses.replace(random_params(rng, (0.0,)), logprobs_mode="raw_logprobs", top_logprobs=3) for _ in texts
+    ]
+    results = []
+    for count in (0, 3):
+        with drafts(count):
+            engine = toy_engine(num_kv_blocks=22, stop_preempted_request=False)
+        for number, (prompt, params) in enumerate(zip(texts, wanted, strict=True)):
+            engine.add_request("u", str(number), params, prompt)
+        results.append(run(engine))
+        assert engine.stats()["num_preemptions"] > 0
+    plain, drafted = results
+    assert max(output.accept_tok for outputs in drafted.values() for output in outputs) > 2
+    for number, (prompt, params) in enumerate(zip(texts, wanted, strict=True)):
+        assert tokens(drafted[str(number)]) == twin(prompt, params), params
+        for one, other in zip(drafted[str(number)], plain[str(number)], strict=True):
+            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-5)
+            assert one.top_token_ids == other.top_token_ids
+            assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
 
 
 def test_a_request_goes_on_by_its_rules_in_another_engine(tmp_path: Path) -> None:
@@ -128,12 +154,14 @@ def test_a_stop_id_ends_a_request_also_when_eos_is_ignored() -> None:
     assert answer_ids(outputs) == tokens(outputs)[:-1]
 
 
-def test_a_stop_text_ends_a_request_and_its_text_but_not_its_ids() -> None:
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_a_stop_text_ends_a_request_and_its_text_but_not_its_ids(num_drafts: int) -> None:
     prompt = random_prompt(5)
     free = greedy_twin(TABLE, prompt, 8)
     decode = toy_engine().tokenizer.decode
     stop = decode(free[3:5])  # over the border of two tokens
-    outputs = only(SamplingParams(max_tokens=8, stop=[stop, "☃"], **GREEDY), prompt)
+    with drafts(num_drafts):
+        outputs = only(SamplingParams(max_tokens=8, stop=[stop, "☃"], **GREEDY), prompt)
     assert tokens(outputs) == free[:5]
     assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
     assert answer_text(outputs, decode) == decode(free[:3])

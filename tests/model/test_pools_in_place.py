@@ -27,6 +27,7 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 @pytest.mark.parametrize(
     ("kind", "bucket", "replay"),
     [
+        ("decode", Bucket(4, 4, 8), None),  # three drafts
         ("decode", Bucket(4, 1, 8), None),
         ("prefill", Bucket(2, 40, 8), None),
         ("prefill", Bucket(2, 40, 8), Replay("compact", 20)),  # passes rings through a branch
@@ -34,10 +35,16 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 )
 def test_no_pool_is_copied(kind: Kind, bucket: Bucket, replay: Replay | None) -> None:
     model = TextModel(small_config(), "reference", KernelChoice(), replay=replay)
-    program, arguments = step_program(model, kind, SHAPE, bucket, "cpu")
+    shape = dataclasses.replace(SHAPE, rollback=bucket.time - 1 if kind == "decode" else 0)
+    program, arguments = step_program(model, kind, shape, bucket, "cpu")
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
-    assert compiled is not None and "u8[1,11,16,64]" in compiled  # a ring: 11 slots of 16 keys of 64 channels
-    assert copied_pools(compiled, arguments[1].cache) == []
+    assert (
+        compiled is not None and f"u8[1,11,{16 + shape.rollback},64]" in compiled
+    )  # a ring: 11 slots of 16 keys of 64 channels
+    state = arguments[1]
+    assert copied_pools(compiled, state.cache) == []
+    # Of the tables of the sampler the large ones: steps add to the counts, and read both in a branch.
+    assert copied_pools(compiled, (state.table.adjustments.counts, state.table.adjustments.masks)) == []
 
 
 @pytest.mark.parametrize("precision", ["float32", "reference"])
