@@ -72,11 +72,19 @@ class InstantRunner:
         pack_prefill(step, 1, self._slots, columns)
         return _result(len(step.sequences), 1)
 
-    def decode(self, step: DecodeStep, forced: npt.NDArray[np.int32] | None, wants_top: bool) -> Done:
-        pack_decode(step, 1, self._slots, forced, wants_top)
+    def decode(
+        self,
+        step: DecodeStep,
+        forced: npt.NDArray[np.int32] | None,
+        masked: npt.NDArray[np.int32] | None,
+        wants_top: bool,
+    ) -> Done:
+        pack_decode(step, 1, self._slots, forced, masked, wants_top)
         return _result(len(step.sequences), step.bucket.time)
 
-    def read_slots(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> States:
+    def read_slots(
+        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+    ) -> States:
         return States(len(slots))
 
 
@@ -87,9 +95,7 @@ def _result(rows: int, tokens: int) -> Done:
             counts=np.full(rows, tokens, np.int32),
             logprobs=np.full((rows, tokens), -0.5, np.float32),
             finite=np.ones(rows, np.bool_),
-            top_tokens=None,
-            top_logprobs=None,
-            prompt_logprobs=None,
+            verified=np.full(rows, tokens, np.int32),
         )
     )
 

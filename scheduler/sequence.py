@@ -215,27 +215,26 @@ class Sequence:
         """
         output = self.output_token_ids
         room = self.output_limit - len(output)
-        count = self._append_to_stop(token_ids if len(token_ids) <= room else token_ids[:room])
-        if self.status is not SequenceStatus.FINISHED_STOPPED and count == room:
-            self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-        return count
-
-    def _append_to_stop(self, token_ids: list[int]) -> int:
-        """Takes tokens up to the first that stops it, if one does; returns how many."""
-        output = self.output_token_ids
-        may_stop = self.eos_id in token_ids and not self.ignore_eos
-        if self.stop_text is None and not may_stop and self.stop_token_ids.isdisjoint(token_ids):
+        may_stop = self.stop_text is not None or (self.eos_id in token_ids and not self.ignore_eos)
+        if len(token_ids) < room and not may_stop and self.stop_token_ids.isdisjoint(token_ids):
             output += token_ids
             return len(token_ids)
-        for count, token in enumerate(token_ids, start=1):
+        for count, token in enumerate(token_ids[:room], start=1):
             output.append(token)
-            is_eos = token == self.eos_id and not self.ignore_eos
-            if is_eos or token in self.stop_token_ids:
-                self.stop_reason = None if is_eos else token
-            elif self.stop_text is None or (text := self.stop_text(output)) is None:
-                continue
-            else:
-                self.stop_reason = text
-            self.status = SequenceStatus.FINISHED_STOPPED
-            return count
-        return len(token_ids)
+            if self._stops_with(token):
+                self.status = SequenceStatus.FINISHED_STOPPED
+                return count
+        if len(token_ids) < room:
+            return len(token_ids)
+        self.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        return room
+
+    def _stops_with(self, token: int) -> bool:
+        """Whether this last token of the output stops it; `stop_reason` then says why."""
+        if token == self.eos_id and not self.ignore_eos:
+            return True
+        if token in self.stop_token_ids:
+            self.stop_reason = token
+        elif self.stop_text is not None:
+            self.stop_reason = self.stop_text(self.output_token_ids)
+        return self.stop_reason is not None
