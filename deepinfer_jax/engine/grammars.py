@@ -5,6 +5,7 @@ results of a step are read, while the device runs what was launched after it; a 
 them to the device. All of it is a function of the output, so a preempted sequence goes on with what it has.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,24 @@ class Grammars:
             timeout=env.XGRAMMAR_TIMEOUT,
             cache_bytes=cache_bytes,
         )
+
+
+def look_ahead(runner: Runner, restored: list[Sequence]) -> None:
+    """Makes the masks of restored sequences that decode next: what was drafted for them only the device knows.
+
+    Waits for what was launched, if some of them has a grammar.
+    """
+    constrained = [sequence for sequence in restored if sequence.request.constraint is not None]
+    if not constrained:
+        return
+    drafts = runner.drafts(
+        data_index=np.asarray([sequence.data_index for sequence in constrained], np.int32),
+        slots=np.asarray([sequence.state_id for sequence in constrained], np.int32),
+    )
+    for sequence, own in zip(constrained, drafts.tolist(), strict=True):
+        # Its grammar looked at this place before it was planned; if it fails now, it does when the step is booked.
+        with contextlib.suppress(GrammarError):
+            sequence.request.constraint.advance(sequence.output_token_ids, own)
 
 
 def write_masks(runner: Runner, plan: StepPlan) -> None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
-from deepinfer_jax.engine.grammars import write_masks
+from deepinfer_jax.engine.grammars import look_ahead, write_masks
 from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns
 from deepinfer_jax.runtime.runner import InFlight, Runner
 from deepinfer_jax.runtime.state_programs import PendingBytes
@@ -82,6 +82,7 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
     decodes = np.asarray([restore.blocks is not None for restore in restores], np.bool_)
     if limits.num_drafts and decodes.any():
         runner.draft(data_index[decodes], slots[decodes])
+        look_ahead(runner, [sequence for sequence, own in zip(sequences, decodes, strict=True) if own])
 
 
 def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:

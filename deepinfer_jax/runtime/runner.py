@@ -347,6 +347,11 @@ class Runner:
         for inputs in zip(edit_rows, where.spread(counts, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("write_adjustments", *inputs)
 
+    def drafts(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """int32 [n, drafts]: what the next decode step verifies of n slots; waits for all that was launched."""
+        assert self._state is not None and self._state.table.drafts is not None
+        return np.asarray(self._state.table.drafts.tokens)[data_index, slots]
+
     def write_masks(
         self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32]
     ) -> None:

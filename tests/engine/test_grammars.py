@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from drafting import drafts
 from toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
 from toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
 
@@ -49,11 +50,15 @@ def check_text(name: str, output: list[int]) -> None:
         assert re.fullmatch(PATTERNS[name], text_of(output))
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2, 5])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("blocks", [None, 22])
-def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_alone(overlap, blocks) -> None:
-    """Also in chunks, and preempted where there are few blocks."""
-    engine = grammar_engine(overlap=overlap, num_kv_blocks=blocks, stop_preempted_request=False)
+def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_alone(
+    num_drafts, overlap, blocks
+) -> None:
+    """Also in chunks, and preempted where there are few blocks; with drafts too, which are drawn without grammar."""
+    with drafts(num_drafts):
+        engine = grammar_engine(overlap=overlap, num_kv_blocks=blocks, stop_preempted_request=False)
     compiled = engine.compile_count
     wanted: dict[str, tuple[list[int], str | None]] = {}
     for number in range(24):
@@ -79,12 +84,14 @@ def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_al
         assert engine.stats()["num_preemptions"] > 0
 
 
-def test_sampled_tokens_do_not_depend_on_neighbours() -> None:
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_sampled_tokens_do_not_depend_on_neighbours(num_drafts) -> None:
     params = SamplingParams(max_tokens=20, seq_seed=7, so_args=GRAMMARS["json"], top_p=0.9)
     prompt = random_prompt(5)
     outputs = []
     for company, overlap in ((0, True), (5, True), (5, False)):
-        engine = grammar_engine(overlap=overlap)
+        with drafts(num_drafts):
+            engine = grammar_engine(overlap=overlap)
         for number in range(company):
             other = GRAMMARS["ebnf"] if number % 2 else None
             engine.add_request("user", f"other {number}", SamplingParams(max_tokens=9, so_args=other), random_prompt(9))
@@ -196,20 +203,27 @@ def test_a_request_may_be_aborted_while_its_grammar_is_compiled(monkeypatch) -> 
     assert tokens(run(engine)["a"]) == constrained_twin(random_prompt(3), GRAMMARS["regex"], 20)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_constrained_request_is_handed_over(name: str, tmp_path) -> None:
-    prompt = random_prompt(7)
-    prompts = grammar_engine(engine_type=EngineType.PROMPT)
-    completions = grammar_engine(engine_type=EngineType.COMPLETION)
-    prompts.add_request("user", "a", greedy(so_args=GRAMMARS[name]), prompt)
-    found = []
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_constrained_requests_are_handed_over(num_drafts: int, tmp_path) -> None:
+    """What was drafted for the first step in the second engine only the device knows."""
+    with drafts(num_drafts):
+        prompts = grammar_engine(engine_type=EngineType.PROMPT)
+        completions = grammar_engine(engine_type=EngineType.COMPLETION)
+    wanted, found = {}, {}
+    for number in range(24):
+        name, prompt = list(GRAMMARS)[number % 4], random_prompt(3 + number % 9, seed=number)
+        request = f"{name} {number}"
+        wanted[request] = constrained_twin(prompt, GRAMMARS[name], 20)
+        prompts.add_request("user", request, greedy(so_args=GRAMMARS[name]), prompt)
     while prompts.has_unfinished_requests():
-        found += tokens(prompts.step())
+        for output in prompts.step():
+            found[output.request_id] = [output.token_id]
         for request in prompts.computed_requests():
-            prompts.export_sequence(request).save(tmp_path / "a")
-    completions.import_sequence(SequenceState.load(tmp_path / "a"))
-    found += tokens(run(completions)["a"])
-    assert found == constrained_twin(prompt, GRAMMARS[name], 20)
+            prompts.export_sequence(request).save(tmp_path / "sequence")
+            completions.import_sequence(SequenceState.load(tmp_path / "sequence"))
+    for request, outputs in run(completions).items():
+        found[request] += tokens(outputs)
+    assert found == wanted
 
 
 def test_a_step_that_fails_leaves_those_that_wait_for_their_grammar(monkeypatch) -> None:
@@ -229,13 +243,17 @@ def test_a_step_that_fails_leaves_those_that_wait_for_their_grammar(monkeypatch)
     assert tokens(found["kept"]) == constrained_twin(random_prompt(3), GRAMMARS["regex"], 20)
 
 
-def test_a_marker_never_comes_out_of_a_string() -> None:
-    """With a bias for it, it would be each next token."""
-    engine = grammar_engine()
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_marker_never_comes_out_of_a_string(num_drafts, monkeypatch) -> None:
+    """The model wants nothing else, and every draft is one (field report R11)."""
+    table = make_table()
+    table[:, MARKER] += 20
+    monkeypatch.setattr("toy.make_table", lambda: table)
+    with drafts(num_drafts):
+        engine = grammar_engine()
     so_args = {"schema_type": "json", "schema": '{"type": "string", "minLength": 6}'}
-    bias = {MARKER: 90.0}
-    engine.add_request("user", "free", greedy(4, logit_bias=bias), random_prompt(3))
-    engine.add_request("user", "a", greedy(9, logit_bias=bias, so_args=so_args), random_prompt(3))
+    engine.add_request("user", "free", greedy(4), random_prompt(3))
+    engine.add_request("user", "a", greedy(9, so_args=so_args), random_prompt(3))
     found = run(engine)
     assert tokens(found["free"]) == [MARKER] * 4
     assert MARKER not in tokens(found["a"]) and text_of(tokens(found["a"]))[0] == '"'
