@@ -25,26 +25,27 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 
 
 @pytest.mark.parametrize(
-    ("kind", "bucket", "replay"),
+    ("kind", "bucket", "num_drafts", "replay"),
     [
-        ("decode", Bucket(4, 4, 8), None),  # three drafts
-        ("decode", Bucket(4, 1, 8), None),
-        ("prefill", Bucket(2, 40, 8), None),
-        ("prefill", Bucket(2, 40, 8), Replay("compact", 20)),  # passes rings through a branch
+        ("decode", Bucket(4, 4, 8), 3, None),
+        ("decode", Bucket(4, 1, 8), 0, None),
+        ("prefill", Bucket(2, 40, 8), 3, None),
+        ("prefill", Bucket(2, 40, 8), 0, Replay("compact", 20)),  # passes rings through a branch
     ],
 )
-def test_no_pool_is_copied(kind: Kind, bucket: Bucket, replay: Replay | None) -> None:
+def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: Replay | None) -> None:
     model = TextModel(small_config(), "reference", KernelChoice(), replay=replay)
-    shape = dataclasses.replace(SHAPE, rollback=bucket.time - 1 if kind == "decode" else 0)
+    shape = dataclasses.replace(SHAPE, rollback=num_drafts)
     program, arguments = step_program(model, kind, shape, bucket, "cpu")
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
-    assert (
-        compiled is not None and f"u8[1,11,{16 + shape.rollback},64]" in compiled
-    )  # a ring: 11 slots of 16 keys of 64 channels
-    state = arguments[1]
+    # A ring: 11 slots of 16 keys of 64 channels.
+    assert compiled is not None and f"u8[1,11,{16 + num_drafts},64]" in compiled
+    state, table = arguments[1], arguments[1].table
     assert copied_pools(compiled, state.cache) == []
-    # Of the tables of the sampler the large ones: steps add to the counts, and read both in a branch.
-    assert copied_pools(compiled, (state.table.adjustments.counts, state.table.adjustments.masks)) == []
+    # Of the slot table the large ones: steps add to the counts, read them and the masks in a branch, and write drafts.
+    large = [table.adjustments.counts, table.adjustments.masks]
+    large += [table.drafts.logprobs] if num_drafts else []
+    assert copied_pools(compiled, large) == []
 
 
 @pytest.mark.parametrize("precision", ["float32", "reference"])
