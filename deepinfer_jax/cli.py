@@ -1,4 +1,4 @@
-"""The command line: `deepinfer-jax generate`, `check`, `plan`, `env`, `make-tiny`.
+"""The command line: `deepinfer-jax generate`, `calibrate`, `check`, `plan`, `env`, `make-tiny`.
 
 Text goes to stdout, everything else to stderr. Errors are one sentence and exit status 1; wrong usage is 2.
 """
@@ -84,6 +84,44 @@ def generate(
             typer.echo(_as_json(given, text, outputs) if json_lines else given + text)
         if llm.last_errors:
             raise ValueError("; ".join(llm.last_errors.values()))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the embedded tiny model.")] = None,
+    file: Annotated[Path | None, typer.Option(help="UTF-8 text, one prompt per line; '-' is stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; acceptance depends on it.")] = 1.0,
+    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+) -> None:
+    """Fits the temperatures of the draft model's confidence head to what became of its drafts.
+
+    Prints a table, and last the value of DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE.
+    """
+    with _errors_as_sentences():
+        prompts = _read_prompts(None, file)
+        from deepinfer_jax.engine.calibration import draft_pairs, fit_temperatures, report
+        from deepinfer_jax.engine.sampling_params import SamplingParams
+        from deepinfer_jax.engine.verification import confidence_temperatures
+        from deepinfer_jax.llm import LLM
+
+        llm = LLM(
+            _model_or_embedded(model),
+            trust_remote_code=trust_remote_code,
+            decode_sequence=False,
+            max_num_seqs=min(len(prompts), _MAX_NUM_SEQS),
+            precision=precision,
+        )
+        num_drafts = llm.llm_engine.limits.num_drafts
+        if not num_drafts:
+            raise ValueError("this engine drafts nothing: DEEPINFER_USE_NEXTN_DECODE is 0, or it has no draft layers")
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())  # type: ignore[assignment]
+        fits = fit_temperatures(*draft_pairs(results, confidence_temperatures(num_drafts)))
+        if not fits[0].judged:
+            raise ValueError("no draft was verified; give longer --max-tokens")
+        typer.echo(report(fits))
 
 
 @app.command()

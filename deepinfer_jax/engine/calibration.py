@@ -6,16 +6,18 @@ the block has its own temperature, fitted to the drafts there that were judged: 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.scheduler import confidences
 
 LOWEST, HIGHEST = 1e-2, 1e2
 """Bounds of a fitted temperature; a head that is always right, or says nothing, would have none."""
+_EPSILON = 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,30 @@ def fit_temperatures(logits: npt.NDArray[np.floating], accepted: npt.NDArray[np.
         judged = (accepted >= place) & np.isfinite(logits[:, place])
         fits.append(_fit(logits[judged, place].astype(np.float64), accepted[judged] > place))
     return fits
+
+
+def draft_pairs(
+    results: Iterable[Sequence[RequestOutput]], temperatures: Sequence[float]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """What `fit_temperatures` takes, of all decode steps of some requests.
+
+    Args:
+        results: the outputs of each request.
+        temperatures: at which their confidence scores were told, one per draft. A score that rounds to 0 or 1 stands
+            for a logit of ±36 there.
+    """
+    logits: list[npt.NDArray[np.float64]] = []
+    accepted: list[int] = []
+    for outputs in results:
+        for output in outputs:
+            if output.confidence_score is None:
+                continue
+            row = np.full(len(temperatures), math.nan)
+            scores = np.clip(np.asarray(output.confidence_score, np.float64), _EPSILON, 1 - _EPSILON)
+            row[: len(scores)] = (np.log(scores) - np.log1p(-scores)) * temperatures[: len(scores)]
+            logits.append(row)
+            accepted.append(output.accept_tok - 1)
+    return np.asarray(logits).reshape(-1, len(temperatures)), np.asarray(accepted, np.int64)
 
 
 def report(fits: Sequence[Fit]) -> str:

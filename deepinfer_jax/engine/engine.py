@@ -19,7 +19,7 @@ from deepinfer_jax.engine.garbage import collector_paused
 from deepinfer_jax.engine.grammars import Grammars
 from deepinfer_jax.engine.handover import SequenceState, check_state, computed_state
 from deepinfer_jax.engine.launch import Launched, launch
-from deepinfer_jax.engine.loading import load_parts
+from deepinfer_jax.engine.loading import load_parts, verifies_by_confidence
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.prompts import id_problem, token_ids
 from deepinfer_jax.engine.request import Request, check_request_id, own_params
@@ -28,6 +28,8 @@ from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
 from deepinfer_jax.engine.stop_texts import StopTexts
 from deepinfer_jax.engine.values import number
+from deepinfer_jax.engine.verification import StepClock, verification_policy
+from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.scheduler import DecodeStep, Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,13 @@ class LLMEngine:
         self._next_seq_id = 0
         self._stats = EngineStats(limits.num_drafts)
         self._closed = False
+        self._temperatures = parts.temperatures
+        self._clock = StepClock()
         self._runner.warm_up(progress=sys.stderr.isatty())
+        if verifies_by_confidence(limits):
+            self._scheduler.verification = verification_policy(
+                self._runner, parts.buckets, parts.temperatures, limits.data_parallel_size, parts.key
+            )
 
     @property
     def compile_count(self) -> int:
@@ -365,7 +373,9 @@ class LLMEngine:
         prompt_tokens, generation_tokens and, per second over the latest iterations, prompt_throughput,
         generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first token) in
         seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
-        wait_seconds, process_seconds, where the time went since the start.
+        wait_seconds, process_seconds, where the time went since the start. With DEEPINFER_ENABLE_MTP_VARLEN also
+        predicted_acceptance, real_acceptance (of drafts that were judged, by their place), verification_slope_ms
+        (what a row took beyond what was measured at the start).
         """
         scheduler = self._scheduler
         return {
@@ -379,6 +389,7 @@ class LLMEngine:
             "free_slots": scheduler.free_slots,
             "total_slots": scheduler.total_slots,
             "compile_count": self.compile_count,
+            **({} if scheduler.verification is None else scheduler.verification.snapshot()),
         } | self._stats.snapshot()
 
     def close(self) -> None:
@@ -426,22 +437,34 @@ class LLMEngine:
             launched = self._launched.pop(0)
             step, result, states = launched.step, launched.result.result(), launched.captured()
             arrived = time.perf_counter()
+            took = self._clock.read(launched, start, arrived)
             if isinstance(step, PrefillStep):
                 keep_prompt_logprobs(step, result)
             taken = self._scheduler.update(step, result.tokens, result.counts, result.finite, states)
             if not result.finite.all():
                 explain_failures(step, result, taken, self._diagnose)
-            outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens)
+            outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens, self._temperatures)
             self._stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, DecodeStep):
                 rows = [row for row, number in taken if number]
                 self._stats.drafts.add(result.verified[rows], result.counts[rows])
+                self._book_verification(step, result, took)
             if isinstance(step, PrefillStep):
                 self._note_first_tokens(outputs, arrived)
             self._emit(outputs)
             self._grammars.follow(step, result)
             self._stats.seconds["wait"] += arrived - start
             self._stats.seconds["process"] += time.perf_counter() - arrived
+
+    def _book_verification(self, step: DecodeStep, result: StepResult, took: tuple[float, float] | None) -> None:
+        """took: of `StepClock.read`."""
+        policy = self._scheduler.verification
+        if policy is None:
+            return
+        assert result.confidences is not None
+        policy.book(step, result.confidences, result.verified, result.counts)
+        if took is not None:
+            policy.times.add(step.bucket, len(step.sequences), *took)
 
     def _note_first_tokens(self, outputs: list[RequestOutput], arrived: float) -> None:
         for output in outputs:

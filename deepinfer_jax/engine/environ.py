@@ -137,11 +137,17 @@ class Environment:
     DECODE_TOKEN_BLACKLIST = Variable(TEXT, "", "ids that are never generated, such as 0..3,7,10..12", "engine")
 
     # drafts
-    ENABLE_MTP_VARLEN = _not_yet(BOOLEAN, False, "verify as many drafts as the confidence head suggests")
+    ENABLE_MTP_VARLEN = Variable(
+        BOOLEAN, False, "verify only as many drafts as pay, by the confidence head and by measured step times", "engine"
+    )
     MAX_BACKTRACKING_TOKENS = _not_yet(INTEGER, None, "extra positions of the window rings")
-    DFLASH_CONFIDENCE_HEAD_TEMPERATURE = _not_yet(TEXT, "1.0", "one temperature, or a comma list of one per draft")
-    DECODE_PERF_CACHE_DIR = _not_yet(TEXT, None, "folder of measured decode times")
-    DECODE_PERF_CACHE_TTL_SEC = _not_yet(INTEGER, 3600, "seconds that measured decode times stay valid")
+    DFLASH_CONFIDENCE_HEAD_TEMPERATURE = Variable(
+        TEXT, "1.0", "one temperature, or a comma list of one per draft, as `deepinfer-jax calibrate` prints", "engine"
+    )
+    DECODE_PERF_CACHE_DIR = Variable(
+        TEXT, None, "folder of measured decode times; unset: every start measures them, if they are needed", "engine"
+    )
+    DECODE_PERF_CACHE_TTL_SEC = Variable(INTEGER, 3600, "seconds that measured decode times stay valid", "engine")
 
     # grammars
     XGRAMMAR_TIMEOUT = Variable(INTEGER, 20, "seconds from submission until a grammar must be ready", "engine")

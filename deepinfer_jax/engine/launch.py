@@ -1,6 +1,7 @@
 """A plan of the scheduler to the device, in the order in which the device is to run it."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,13 @@ class Launched:
         step: as it was planned.
         result: what it will give.
         states: the states that it leaves in the slots of `step.captures`, in their order; None if there are none.
+        at: when; time.perf_counter().
     """
 
     step: PrefillStep | DecodeStep
     result: InFlight
     states: PendingBytes | None
+    at: float = field(default_factory=time.perf_counter)
 
     def captured(self) -> list[npt.NDArray[np.uint8]]:
         """The states, each uint8 [bytes of a slot] of its own; waits for them."""

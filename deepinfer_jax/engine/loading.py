@@ -15,6 +15,7 @@ from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
 from deepinfer_jax.engine.handover import StateIdentity, state_identity
 from deepinfer_jax.engine.sampler_options import sampler_options
+from deepinfer_jax.engine.verification import confidence_temperatures
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
 from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
@@ -47,6 +48,8 @@ class EngineParts:
         prefix_caching: whether beginnings of earlier requests are reused.
         identity: what another engine must have in common to take a sequence over; None for a NORMAL engine.
         diagnose: why a row's logits are no distribution; None: nobody can say.
+        temperatures: of the confidence head, one per draft.
+        key: names all that step times depend on beside the programs' shapes.
     """
 
     tokenizer: Any
@@ -59,6 +62,8 @@ class EngineParts:
     prefix_caching: bool = False
     identity: StateIdentity | None = None
     diagnose: Diagnose | None = None
+    temperatures: tuple[float, ...] = ()
+    key: str = ""
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
@@ -79,7 +84,8 @@ def load_parts(args: EngineArgs) -> EngineParts:
         )
     drafts = num_drafts(block_size(config), args.engine_type)
     replay = bounded_replay(config, drafts)
-    options = sampler_options(config.text.vocab_size)
+    temperatures = confidence_temperatures(drafts)
+    options = sampler_options(config.text.vocab_size, temperatures)
     devices = engine_devices(args)
     platform = devices[0].platform
     plan = engine_plan(config, args, platform=platform, memory=device_memory(devices[0]))
@@ -137,6 +143,8 @@ def load_parts(args: EngineArgs) -> EngineParts:
         prefix_caching=prefix_caching(args, limits),
         identity=identity,
         diagnose=make_diagnosis(params, config, args.precision, kernels),
+        temperatures=temperatures,
+        key=repr((model, shape, [device.device_kind for device in devices])),
     )
 
 
@@ -233,6 +241,11 @@ def engine_devices(args: EngineArgs) -> list[jax.Device]:
     return devices[: args.num_devices]
 
 
+def verifies_by_confidence(limits: EngineLimits) -> bool:
+    """DEEPINFER_ENABLE_MTP_VARLEN, if there are drafts."""
+    return env.ENABLE_MTP_VARLEN and limits.num_drafts > 0
+
+
 def pool_blocks(limits: EngineLimits, available: int | None) -> int:
     """Blocks of each data index: `available`; None: as many as its sequences can use.
 
@@ -262,6 +275,7 @@ def step_buckets(limits: EngineLimits, *, most_prefill_tokens: int, max_programs
         max_blocks=limits.blocks_per_sequence,
         max_programs=max_programs,
         chunked_prefill=limits.chunked_prefill,
+        decode_sizes=2 if verifies_by_confidence(limits) else 1,
     )
 
 

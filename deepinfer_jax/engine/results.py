@@ -1,11 +1,9 @@
 """The results of a step to outputs, one per token (DB §1.6, §5.7)."""
 
-import numpy as np
-
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.runtime.runner import StepResult
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus, confidences
 
 
 def keep_prompt_logprobs(step: PrefillStep, result: StepResult) -> None:
@@ -22,7 +20,11 @@ def keep_prompt_logprobs(step: PrefillStep, result: StepResult) -> None:
 
 
 def token_outputs(
-    step: PrefillStep | DecodeStep, result: StepResult, pushed: list[tuple[int, int]], max_num_batched_tokens: int
+    step: PrefillStep | DecodeStep,
+    result: StepResult,
+    pushed: list[tuple[int, int]],
+    max_num_batched_tokens: int,
+    temperatures: tuple[float, ...] = (),
 ) -> list[RequestOutput]:
     """The outputs of the rows that took tokens or failed, in the order of the step.
 
@@ -30,11 +32,14 @@ def token_outputs(
 
     Arguments:
         pushed: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
+        temperatures: of the confidence head, one per draft.
     """
     running = SequenceStatus.RUNNING
     sequences, budget = step.sequences, max_num_batched_tokens
     tokens, logprobs, accepted = result.tokens.tolist(), result.logprobs.tolist(), result.counts.tolist()
-    verified, scores = result.verified.tolist(), _confidence_scores(result)
+    verified, scores = result.verified.tolist(), None
+    if result.confidences is not None:
+        scores = confidences(result.confidences, temperatures).tolist()
     outputs: list[RequestOutput] = []
     append = outputs.append
     # A decode step of 256 sequences passes here in a fraction of a millisecond: positional arguments, no look-ups.
@@ -76,14 +81,6 @@ def token_outputs(
             for i, output in enumerate(outputs[-count:][: accepted[row] - 1]):
                 output.nextn_logprobs = float(result.draft_logprobs[row, i])
     return outputs
-
-
-def _confidence_scores(result: StepResult) -> list[list[float]] | None:
-    """By sequence, the probability that the draft model gives each of its drafts; None of a step without drafts."""
-    if result.confidences is None:
-        return None
-    scores: list[list[float]] = (1 / (1 + np.exp(-np.clip(result.confidences, -60, 60)))).tolist()  # as DB §6.2
-    return scores
 
 
 def output_without_token(sequence: Sequence, max_num_batched_tokens: int) -> RequestOutput:

@@ -1,9 +1,12 @@
 """Compiled step programs, the state that they hand on, and results that are still on their way."""
 
+import dataclasses
 import functools
 import itertools
 import logging
 import os
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from deepinfer_jax.runtime.state_programs import (
     pack_restore,
     places,
 )
-from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
+from deepinfer_jax.runtime.step_input import full_decode, pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
 from deepinfer_jax.runtime.steps import StepOutput, StepState
 from deepinfer_jax.runtime.text_model import StepModel
@@ -106,8 +109,8 @@ class StepResult:
         finite: bool [n], false where the logits were not.
         verified: rows that were computed, at most q. int32 [n].
         drafts: the next ones, int32 [n, drafts]; None without.
-        confidences: of the drafts that were verified, raw. float32 [n, drafts]; None of a prefill step, or without
-            drafts.
+        confidences: raw, of the drafts that might have been verified. float32 [n, drafts]; None of a prefill step, or
+            without drafts.
         top_tokens, top_logprobs: int32 and float32 [n, q, 1000 or the vocabulary]; None unless some row wanted them.
         prompt_logprobs: float32 [n, time]; None unless some row wanted them.
         sum_smaller_probs: float32 [n, q]; None unless the sampler's options ask for them.
@@ -269,6 +272,36 @@ class Runner:
             bar = tqdm(programs, desc="Compiling step programs", total=len(steps), disable=not progress, leave=False)
             self._programs = dict(zip(steps, bar, strict=True))
             self._moves = dict(zip(self._wanted_moves, moves, strict=True))
+
+    def time_decode(self, bucket: Bucket, *, runs: int = 5) -> float:
+        """Milliseconds that a decode program takes with all its rows in use: the median of some runs, on random tokens.
+
+        Pools and slots are empty afterwards.
+        """
+        program, state = self._programs["decode", bucket], self._state
+        assert state is not None
+        packed = jax.device_put(full_decode(bucket, self._shape.data, self._shape.tokens_per_block), self._placement)
+        rng, table = np.random.default_rng(0), state.table
+
+        def random(kept: Array) -> Array:  # so that the tokens go to different experts
+            return jax.device_put(rng.integers(self._model.vocab_size, size=kept.shape, dtype=np.int32), kept.sharding)
+
+        drafts = table.drafts
+        table = dataclasses.replace(
+            table,
+            limit=table.limit + np.int32(1 << 30),
+            last_token=random(table.last_token),
+            drafts=None if drafts is None else dataclasses.replace(drafts, tokens=random(drafts.tokens)),
+        )
+        state, self._state = StepState(state.cache, table), None
+        seconds = []
+        for _ in range(1 + runs):
+            start = time.perf_counter()
+            output, state = program(self._params, state, packed)
+            jax.block_until_ready(output.counts)
+            seconds.append(time.perf_counter() - start)
+        self.reset()
+        return 1000 * statistics.median(seconds[1:])
 
     def prefill(self, step: PrefillStep, sampling: dict[str, npt.NDArray[Any]]) -> InFlight:
         """Launches a prefill step; sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]."""

@@ -14,8 +14,9 @@ from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for,
 # One column per field, in this order; then the new blocks and the tokens: those of a prefill step, and of a decode step
 # the ids that its rows must produce (−1: none). Floats and unsigned words travel as their bits. next_token is the
 # prompt's token after the new ones: the target of the last new token's log-probability; kept_from is that of
-# `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th token that the row may give.
-DECODE_COLUMNS = ("slot", "masked", "wants_top", "first_new_block")
+# `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th token that the row may give; budget is
+# that of `DecodeStep` on the row's data index.
+DECODE_COLUMNS = ("slot", "masked", "wants_top", "first_new_block", "budget")
 PREFILL_COLUMNS = (
     "slot",
     "forced",
@@ -64,8 +65,18 @@ def pack_decode(
         "masked": 0 if masked is None else masked,
         "wants_top": wants_top,
         "first_new_block": step.first_new_block,
+        "budget": 0 if step.budget is None else step.budget[step.data_index],
     }
     return _pack(step, data, num_slots, DECODE_COLUMNS, columns, np.hstack([step.new_blocks, forced]))
+
+
+def full_decode(bucket: Bucket, data: int, tokens_per_block: int) -> npt.NDArray[np.int32]:
+    """A decode step of as many sequences as a program takes, in the first slots, and as many drafts; to measure it."""
+    packed = np.full((data, bucket.rows, decode_width(bucket, tokens_per_block)), -1, np.int32)
+    packed[:, :, : len(DECODE_COLUMNS)] = 0
+    packed[:, :, DECODE_COLUMNS.index("slot")] = np.arange(bucket.rows)
+    packed[:, :, DECODE_COLUMNS.index("budget")] = bucket.tokens - bucket.rows
+    return packed
 
 
 def pack_prefill(

@@ -1,7 +1,7 @@
 """The two step programs: a chunk of prompts, and the next tokens of running sequences.
 
-A decode step computes the last token and the drafts of each sequence, accepts drafts as far as they hold, samples one
-token more, and drafts the next block. What it computed of rejected drafts needs no undoing: it lies behind the new
+A decode step computes the last token and the drafts of each sequence (in a packed program the most promising of all
+drafts), accepts drafts as far as they hold, samples one token more, and drafts the next block. What it computed of rejected drafts needs no undoing: it lies behind the new
 length, where nothing reads it before it is written again (`state.py`).
 
 Each takes the state of the device (cache and slot table, both donated) and one packed array of the host, and gives
@@ -17,6 +17,8 @@ from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
+from deepinfer_jax.runtime.allocation import allocate, verification_rates
+from deepinfer_jax.runtime.packed_rows import pack_rows
 from deepinfer_jax.runtime.slot_drafts import draft_rows, with_drafts
 from deepinfer_jax.runtime.slot_sampling import count_tokens, flat_tables, sampling_rows, with_sampling
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks
@@ -49,8 +51,8 @@ class StepOutput(NamedTuple):
         counts: int32 [sequences].
         finite: bool [sequences], of the rows that count.
         drafts: the next ones. int32 [sequences, drafts]; None without.
-        confidences: raw, of the drafts that were verified. float32 [sequences, drafts]; None of a prefill step, or
-            without drafts.
+        confidences: raw, of the drafts that might have been verified. float32 [sequences, drafts]; None of a prefill
+            step, or without drafts.
         prompt_logprobs: float32 [rows, time]: entry j belongs to the token after new token j, under the row's
             processed distribution there (DB §7.7); zeros unless some row wants them; None of a decode step, and where
             the model gives the hidden states of a prompt's end only (`Advanced`).
@@ -88,8 +90,12 @@ def decode_step(
     tokens, drafts, confidences = read_pool(table.last_token, slots)[..., None], None, None
     if table.drafts is not None:
         tokens = jnp.concatenate([tokens, read_pool(table.drafts.tokens, slots)], axis=2)
+        confidences = read_pool(table.drafts.confidences, slots)
+        if bucket.packed:
+            rates = verification_rates(confidences, options.confidence_temperatures)
+            budget = jnp.max(column["budget"], axis=1)  # idle rows have none
+            verified = jnp.minimum(verified, 1 + jax.vmap(allocate)(rates, jnp.maximum(verified - 1, 0), budget))
         drafts = draft_rows(table.drafts, slots, verified)
-        confidences = read_pool(table.drafts.confidences, slots).reshape(slots.size, -1)
     batch = StepBatch(
         tokens=tokens,
         lengths=verified,
@@ -97,8 +103,6 @@ def decode_step(
         slots=slots,
         tables=read_pool(blocks, slots)[:, :, : bucket.width],
     )
-    hidden, _, cache = model.advance(params, cache, batch)
-    logits = model.logits(params, hidden)
     rows = sampling_rows(
         table.sampling,
         table.adjustments,
@@ -108,8 +112,17 @@ def decode_step(
         uncounted=tokens,
         masked=column["masked"],
     )
+    packing = pack_rows(verified, bucket.packed) if bucket.packed else None
+    if packing is not None:
+        batch = packing.batch(batch, shape.slots)
+        rows, drafts = packing.take((rows, drafts), bucket.time)
+    hidden, _, cache = model.advance(params, cache, batch)
+    logits = model.logits(params, hidden)
     sampled = _sample(model, options, table, logits.reshape(-1, logits.shape[2]), rows, drafts, column["wants_top"])
-    sampled = jax.tree.map(lambda array: array.reshape(slots.size, bucket.time, *array.shape[1:]), sampled)
+    if packing is not None:
+        sampled = packing.spread(sampled, bucket.time)
+    else:
+        sampled = jax.tree.map(lambda array: array.reshape(slots.size, bucket.time, *array.shape[1:]), sampled)
 
     accepted = jnp.sum(jnp.cumprod(sampled.accepted.astype(jnp.int32), axis=1), axis=1)  # the last row has no draft
     counts = jnp.minimum(accepted + 1, verified.reshape(-1))
@@ -120,7 +133,8 @@ def decode_step(
     written = jnp.where(computed > 0, slots, shape.slots)
     table = _advanced(dataclasses.replace(table, adjustments=counted), blocks, written, starts + computed, last)
     table, drafted = next_drafts(model, options, params, cache, table, written)
-    output = StepOutput(sampled, verified.reshape(-1), counts, finite, drafted, confidences, None)
+    judged = None if confidences is None else confidences.reshape(slots.size, -1)
+    output = StepOutput(sampled, verified.reshape(-1), counts, finite, drafted, judged, None)
     return output, StepState(cache, table)
 
 

@@ -16,6 +16,7 @@ from toy import (
     at_new_tokens,
     extend_history,
     fold,
+    fold_rows,
     next_state,
     rows_before,
     write_rows,
@@ -57,7 +58,7 @@ class DummyKindModel:
         echo, bytes_ = extend_history(cache["echo"], batch, echoed(batch.tokens).astype(jnp.uint8))
         echoes = at_new_tokens(fold(next_echo, jnp.zeros(len(bytes_), jnp.int32), bytes_.astype(jnp.int32)), batch)
         before = rows_before(cache["series"], batch.slots, batch.starts, 2).astype(jnp.int32)
-        series = fold(next_pair, before, batch.tokens.reshape(row.shape))[..., 1]
+        series = fold_rows(next_pair, before, batch.tokens.reshape(row.shape), batch)[..., 1]
         moved = jnp.where(row < NUM_STATES, (row + series + echoes) % NUM_STATES, row)
         series_ring = write_rows(cache["series"], batch, series.astype(jnp.float32))
         cache = {"series": series_ring, "toy": toy, "echo": echo}

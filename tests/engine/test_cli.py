@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from deepinfer_jax import embedded
 from deepinfer_jax.cli import app
-from deepinfer_jax.engine.environ import TABLE, user_cache_dir
+from deepinfer_jax.engine.environ import TABLE, rearm, user_cache_dir
 from deepinfer_jax.plan_report import parse_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "B_s15"
@@ -56,6 +56,32 @@ def test_json_is_one_object_per_prompt() -> None:
     assert (status, first["prompt"], first["text"], second["text"]) == (0, "AB", answer("AB"), answer("CDE"))
     assert first["token_ids"] == [ord(c) - 48 for c in answer("AB")]
     assert (first["finish_reason"], len(first["token_logprobs"])) == ("length", 4)
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_calibrate_prints_temperatures_that_the_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(chr(60 + i) * 3 for i in range(20)))
+    command = ["calibrate", "--model", "toy", "--file", str(file), "--max-tokens", "30", "--temperature", "0"]
+    status, out, err = invoke(*command)
+    assert (status, out) == (1, "") and "drafts nothing" in err
+    monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "2")
+    rearm()
+    status, out, _ = invoke(*command)
+    assert status == 0
+    lines = out.splitlines()
+    judged = [int(line.split()[1]) for line in lines[1:3]]
+    shares = [float(line.split()[2]) for line in lines[1:3]]
+    # Every block's first draft is judged, its second one if the first was accepted.
+    assert judged[0] > 150 and judged[1] == pytest.approx(judged[0] * shares[0], abs=21)
+    assert all(0.5 < share < 1 for share in shares)
+    monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", lines[-1])
+    rearm()
+    again = invoke(*command)[1].splitlines()
+    # The logits behind the scores are the same, whatever the temperature.
+    assert [line.split()[3] for line in again[1:3]] == lines[-1].split(",")
+    monkeypatch.undo()
+    rearm()
 
 
 @pytest.mark.usefixtures("toy_model")

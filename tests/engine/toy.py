@@ -37,6 +37,7 @@ from deepinfer_jax.engine.loading import (
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.verification import confidence_temperatures
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import Advanced, Drafted, Pick, StepBatch, StepModel
 from deepinfer_jax.sampling import plain_rows, sample
@@ -93,7 +94,7 @@ class ToyModel:
         tokens, history = extend_history(cache["tokens"], batch, batch.tokens)
         read = at_new_tokens(fold(next_state, jnp.zeros(len(history), jnp.int32), history), batch)
         new = batch.tokens.reshape(read.shape)
-        kept = fold(next_state, rows_before(cache["hashes"], batch.slots, batch.starts, 1)[:, 0], new)
+        kept = fold_rows(next_state, rows_before(cache["hashes"], batch.slots, batch.starts, 1)[:, 0], new, batch)
         hidden = jnp.where(read == kept, read, NUM_STATES if self.strict else (read + kept + 1) % NUM_STATES)
         cache = {"tokens": tokens, "hashes": write_rows(cache["hashes"], batch, kept)}
         return Advanced(hidden[..., None].astype(jnp.float32), batch.lengths.reshape(-1), cache)
@@ -148,6 +149,20 @@ def fold(step: Callable[[Array, Array], Array], first: Array, tokens: Array) -> 
     """The states after each of tokens [rows, time]: first [rows, ...] -> [rows, time, ...]."""
     _, states = jax.lax.scan(lambda state, token: (step(state, token),) * 2, first, tokens.T)
     return jnp.moveaxis(states, 0, 1)
+
+
+def fold_rows(step: Callable[[Array, Array], Array], first: Array, tokens: Array, batch: StepBatch) -> Array:
+    """`fold`, where a row may go on with what the row before it came to (`StepBatch.offsets`)."""
+    if batch.offsets is None:
+        return fold(step, first, tokens)
+
+    def next_row(before: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
+        offset, own, token = row
+        state = step(jnp.where(offset > 0, before, own)[None], token)[0]
+        return state, state
+
+    _, states = jax.lax.scan(next_row, first[0], (batch.offsets.reshape(-1), first, tokens))
+    return states[:, None]
 
 
 def rows_before(ring: Array, slots: Array, starts: Array, reach: int) -> Array:
@@ -227,6 +242,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         num_drafts=num_drafts(DRAFT_BLOCK, args.engine_type),
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
     )
+    temperatures = confidence_temperatures(limits.num_drafts)
     buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
     blocks = pool_blocks(limits, args.num_kv_blocks)
     shape = CacheShape(
@@ -241,7 +257,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         shape=shape,
         table_width=limits.blocks_per_sequence,
         mesh=mesh,
-        options=sampler_options(VOCAB),
+        options=sampler_options(VOCAB, temperatures),
         **runner_duties(args, limits),
     )
     declared = model.state(limits.tokens_per_block)
@@ -255,6 +271,8 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         runner,
         prefix_caching(args, limits),
         StateIdentity("toy", "toy", "exact", limits.tokens_per_block, state_layout(declared)),
+        temperatures=temperatures,
+        key="toy",
     )
 
 
