@@ -117,7 +117,7 @@ def calibrate(
         if not num_drafts:
             raise ValueError("this engine drafts nothing: DEEPINFER_USE_NEXTN_DECODE is 0, or it has no draft layers")
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())  # type: ignore[assignment]
+        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         fits = fit_temperatures(*draft_pairs(results, confidence_temperatures(num_drafts)))
         if not fits[0].judged:
             raise ValueError("no draft was verified; give longer --max-tokens")

@@ -232,7 +232,7 @@ def next_drafts(
             rows = sampling_rows(table.sampling, table.adjustments, slots, position, forced=none, uncounted=none)
 
             def of_rows(logits: Array, rows: SamplingRows) -> tuple[Array, Array]:
-                return draw_draft(logits, rows, options)
+                return draw_draft(logits, rows, number, options)
 
             with batch_invariant(model.batch_invariant):
                 return rowwise(of_rows, logits, rows, lead=1)

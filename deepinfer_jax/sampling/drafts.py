@@ -40,8 +40,14 @@ class DraftRows(NamedTuple):
     logprobs: Array
 
 
-def draw_draft(logits: Array, rows: SamplingRows, options: SamplerOptions = NO_OPTIONS) -> tuple[Array, Array]:
+def draw_draft(
+    logits: Array, rows: SamplingRows, place: int, options: SamplerOptions = NO_OPTIONS
+) -> tuple[Array, Array]:
     """Drafts from the draft model's logits float32 [rows, vocab]; `rows.position` is that of the draft.
+
+    A position may be drafted by several blocks, until one gets there. Each draws anew, by the draft's `place` in its
+    block, from 0: how many drafts of a block are verified may depend on what earlier blocks drafted (their confidences
+    tell), so it would be biased if they drafted the same.
 
     The request's temperature and filters act, nothing else: no ban, penalty, mask or forced token (DB §6.2).
 
@@ -50,7 +56,9 @@ def draw_draft(logits: Array, rows: SamplingRows, options: SamplerOptions = NO_O
     """
     logprobs = processed_logprobs(logits, rows, options)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = jax.lax.cond(jnp.all(rows.greedy), lambda: best, lambda: draw(integer_mass(jnp.exp(logprobs)), rows, DRAFT))
+    drawn = jax.lax.cond(
+        jnp.all(rows.greedy), lambda: best, lambda: draw(integer_mass(jnp.exp(logprobs)), rows, DRAFT + place)
+    )
     return jnp.where(rows.greedy, best, drawn), logprobs
 
 

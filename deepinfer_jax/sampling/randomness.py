@@ -9,7 +9,7 @@ from jax.extend.random import threefry_2x32
 FRESH_SAMPLE = 0
 RESIDUAL_SAMPLE = 1  # after a draft was rejected
 ACCEPTANCE = 2
-DRAFT = 3
+DRAFT = 3  # and the numbers behind it: of the drafts of a block, from the first on
 
 
 def random_words(seed: Array, position: Array, purpose: int | Array) -> Array:

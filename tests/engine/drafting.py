@@ -88,7 +88,7 @@ def _block(
 ) -> tuple[list[int], list[np.ndarray], list[float]]:
     state, drafted, distributions, confidences = _state(text), [], [], []
     for i in range(count):
-        token, logprobs = _draw(jnp.asarray(table[drafted_state(state)])[None], _rows(params, len(text) + i))
+        token, logprobs = _draw(jnp.asarray(table[drafted_state(state)])[None], _rows(params, len(text) + i), i)
         drafted.append(int(token[0]))
         distributions.append(np.asarray(logprobs[0]))
         confidences.append(float(draft_confidence(jnp.asarray(state))))

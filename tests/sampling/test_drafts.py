@@ -38,7 +38,7 @@ def test_judged_drafts_have_the_targets_distribution(
     rows = make_rows(DRAWS, temperature=temperature, top_p=top_p, top_k=top_k, seed=[3, 4])
     p, q = (np.exp(brute_force_logprobs(logits, temperature, top_p, top_k)) for logits in (target, draft))
 
-    drafts = DraftRows(*draft_jit(repeated(draft), rows))
+    drafts = DraftRows(*draft_jit(repeated(draft), rows, 0))
     assert_distributed(np.asarray(drafts.tokens), q)
     found = sample_jit(repeated(target), rows, drafts=drafts)
     assert_distributed(np.asarray(found.tokens), p)
@@ -63,7 +63,7 @@ def test_a_judged_token_is_told_as_a_plain_one_would_be(seed: int, raw: bool, **
     rng = np.random.default_rng(seed)
     logits = jnp.asarray(rng.normal(size=(4, VOCAB)) * 3, jnp.float32)
     rows = make_rows(4, seed=[seed, 1], raw_logprobs=raw, **filters)
-    drafts = DraftRows(*draft_jit(logits[::-1], rows))
+    drafts = DraftRows(*draft_jit(logits[::-1], rows, 0))
     judged = sample_jit(logits, rows, drafts=drafts, num_top=3)
     plain = sample_jit(logits, rows._replace(forced=judged.tokens), num_top=3)
     np.testing.assert_array_equal(judged.logprobs, plain.logprobs)
@@ -75,7 +75,7 @@ def test_a_judged_token_is_told_as_a_plain_one_would_be(seed: int, raw: bool, **
 
 def test_a_draft_of_the_target_itself_is_always_accepted() -> None:
     logits, rows = repeated(some_logits(1)), make_rows(DRAWS)
-    assert sample_jit(logits, rows, drafts=DraftRows(*draft_jit(logits, rows))).accepted.all()
+    assert sample_jit(logits, rows, drafts=DraftRows(*draft_jit(logits, rows, 0))).accepted.all()
 
 
 def test_a_draft_outside_the_targets_filter_is_never_accepted() -> None:
@@ -94,7 +94,7 @@ def test_greedy_accepts_the_argmax_only() -> None:
     all_greedy = make_rows(3, greedy=True, temperature=1e-5)
     found = sample_jit(logits[:3], all_greedy, drafts=of_tokens([1, 2, -1]))
     assert (found.tokens.tolist(), found.accepted.tolist()) == ([1, 1, 1], [True, False, False])
-    assert draft_jit(logits, make_rows(4, greedy=True, temperature=1e-5))[0].tolist() == [1, 1, 1, 1]
+    assert draft_jit(logits, make_rows(4, greedy=True, temperature=1e-5), 0)[0].tolist() == [1, 1, 1, 1]
 
 
 def test_a_row_without_a_draft_is_a_plain_sample() -> None:
@@ -128,7 +128,7 @@ def test_the_purposes_of_a_position_are_independent() -> None:
     """Were draft, acceptance and residual of one number, a rejected draft would bend what follows it."""
     uniform = jnp.ones((DRAWS, VOCAB), jnp.float32)
     rows = make_rows(DRAWS, seed=[8, 1])
-    drafts, logprobs = draft_jit(uniform, rows)
+    drafts, logprobs = draft_jit(uniform, rows, 0)
     fresh = sample_jit(uniform, rows).tokens
     # Rejected always: the target excludes what was drafted.
     target = jnp.where(jax.nn.one_hot(drafts, VOCAB, dtype=jnp.bool_), -jnp.inf, 0.0)
@@ -146,10 +146,30 @@ def test_a_judged_draft_depends_on_its_own_row_only() -> None:
         8, temperature=[1, 0.5, 2, 1, 1, 1, 1, 1e-5], greedy=[False] * 7 + [True], top_p=[1, 0.9, 1, 0.3, 1, 1, 1, 1],
         seed=rng.integers(0, 2**32, (8, 2)),
     )  # fmt: skip
-    drafts = DraftRows(*draft_jit(draft_logits, rows))
+    drafts = DraftRows(*draft_jit(draft_logits, rows, 0))
     together = sample_jit(logits, rows, drafts=drafts)
     for i in range(8):
         here = slice(i, i + 1)
         own = SamplingRows(*(field[here] for field in rows))
         alone = sample_jit(logits[here], own, drafts=DraftRows(drafts.tokens[here], drafts.logprobs[here]))
         assert (alone.tokens[0], alone.accepted[0]) == (together.tokens[i], together.accepted[i])
+
+
+def test_whether_a_draft_is_verified_may_depend_on_what_an_earlier_block_drafted_there() -> None:
+    """An earlier block, of which only its first draft was accepted, tells by its confidences what it had drafted next.
+
+    Here the next block's draft for that position is verified only if that was a likely token. Were it the same draft
+    again, 10 % of the tokens would be others.
+    """
+    target, draft = some_logits(1), some_logits(2)
+    rows = make_rows(DRAWS, seed=[5, 9])
+    earlier, _ = draft_jit(repeated(draft), rows, 1)
+    drafts, logprobs = draft_jit(repeated(draft), rows, 0)
+    assert_distributed(
+        np.asarray(earlier * VOCAB + drafts), np.outer(*[np.exp(brute_force_logprobs(draft))] * 2).reshape(-1)
+    )
+    likely = jnp.asarray(target)[earlier] > jnp.median(jnp.asarray(target))
+    verified = jnp.where(likely, drafts, -1)
+    assert 0.2 < float(likely.mean()) < 0.8
+    found = sample_jit(repeated(target), rows, drafts=DraftRows(verified, logprobs))
+    assert_distributed(np.asarray(found.tokens), np.exp(brute_force_logprobs(target)))

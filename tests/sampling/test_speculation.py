@@ -87,7 +87,7 @@ def one_step(
 
     block, logprobs = [at(lengths - 1)], []
     for index in range(DRAFTS):
-        token, own = draw_draft(jnp.asarray(DRAFT)[block[-1]], rows._replace(position=lengths + index))
+        token, own = draw_draft(jnp.asarray(DRAFT)[block[-1]], rows._replace(position=lengths + index), index)
         block.append(token)
         logprobs.append(own)
     drafts = jnp.stack(block[1:], axis=1)
