@@ -1,5 +1,6 @@
 """Confidence-scheduled verification: remembers what decode steps told, and sizes the next one by it (DB §6.5)."""
 
+from collections import Counter
 from collections.abc import Sequence as Sequences
 from typing import Any
 
@@ -29,6 +30,7 @@ class VerificationPolicy:
         self.acceptance = AcceptanceCounts(len(temperatures))
         self._temperatures = tuple(temperatures)
         self._data = data_parallel_size
+        self._sizes: Counter[int] = Counter()
         # Until one is read, drafts are taken for good: they are verified, and so something is learnt.
         self._unknown = [1.0] * len(temperatures)
 
@@ -50,6 +52,7 @@ class VerificationPolicy:
             overhead_ms=self.times.overhead_ms(len(sequences)),
         )
         bucket = next(bucket for bucket in sizes if bucket.tokens == chosen.rows)
+        self._sizes[bucket.tokens] += 1
         if not bucket.packed:
             return bucket, None
         drafts = [total - len(own) for total, own in zip(chosen.totals, by_index, strict=True)]
@@ -73,11 +76,13 @@ class VerificationPolicy:
     def snapshot(self) -> dict[str, Any]:
         """What was predicted of drafts, and what became of them, by their place in the block; 0 where none was judged.
 
-        Keys: predicted_acceptance, real_acceptance; verification_slope_ms.
+        Keys: predicted_acceptance, real_acceptance; num_steps_by_size, steps by the tokens of their program;
+        verification_slope_ms.
         """
         judged = np.maximum(self.acceptance.judged, 1)
         return {
             "predicted_acceptance": (self.acceptance.predicted / judged).tolist(),
             "real_acceptance": (self.acceptance.accepted / judged).tolist(),
+            "num_steps_by_size": dict(self._sizes),
             "verification_slope_ms": self.times.slope_ms,
         }

@@ -374,8 +374,9 @@ class LLMEngine:
         generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first token) in
         seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
         wait_seconds, process_seconds, where the time went since the start. With DEEPINFER_ENABLE_MTP_VARLEN also
-        predicted_acceptance, real_acceptance (of drafts that were judged, by their place), verification_slope_ms
-        (what a row took beyond what was measured at the start).
+        predicted_acceptance, real_acceptance (of drafts that were judged, by their place), num_steps_by_size (decode
+        steps by the tokens of their program), verification_slope_ms (what a row took beyond what was measured at
+        the start).
         """
         scheduler = self._scheduler
         return {

@@ -33,7 +33,7 @@ class RequestOutput:
         num_output_tokens: output tokens up to this one, from 1.
         prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
         draft_tok: on the last output of a step, the rows verified in it: drafts + 1, fewer at the end of the longest
-            text that the request may have; else 0.
+            text that the request may have and with DEEPINFER_ENABLE_MTP_VARLEN; else 0.
         accept_tok: on the last output of a step, accepted drafts + 1; else 0.
         confidence_score: on the last output of a decode step with drafts, the confidence head's probability that
             each draft verified in it is accepted, given that those before it are; else None.

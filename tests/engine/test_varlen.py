@@ -32,22 +32,24 @@ def varlen_engine(*, choose: str = "policy", **kwargs: object) -> LLMEngine:
     """choose: "packed": each step is as small as can be, with a random budget; "random": of any size."""
     with variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE=str(DRAFTS)):
         engine = toy_engine(**kwargs)  # type: ignore[arg-type]
-    policy = engine._scheduler.verification
-    assert policy is not None
     if choose != "policy":
-        rng = np.random.default_rng(0)
-
-        def chosen(
-            sequences: list, data_index: np.ndarray, sizes: tuple[Bucket, ...]
-        ) -> tuple[Bucket, np.ndarray | None]:
-            bucket = sizes[0] if choose == "packed" else sizes[rng.integers(len(sizes))]
-            if not bucket.packed:
-                return bucket, None
-            counts = np.bincount(data_index, minlength=kwargs.get("data_parallel_size", 1))  # type: ignore[call-overload]
-            return bucket, np.asarray([rng.integers(0, bucket.packed - n + 1) for n in counts], np.int32)
-
-        mock.patch.object(policy, "choose", chosen).start()
+        random_choice(engine, smallest=choose == "packed")
     return engine
+
+
+def random_choice(engine: LLMEngine, *, smallest: bool = False) -> None:
+    """Has the engine size its steps at random, or as small as can be; with a random budget."""
+    policy, data = engine._scheduler.verification, engine.limits.data_parallel_size
+    assert policy is not None
+    rng = np.random.default_rng(0)
+
+    def choose(_: object, data_index: np.ndarray, sizes: tuple[Bucket, ...]) -> tuple[Bucket, np.ndarray | None]:
+        bucket = sizes[0 if smallest else rng.integers(len(sizes))]
+        counts = np.bincount(data_index, minlength=data)
+        budget = np.asarray([rng.integers(0, bucket.tokens - n + 1) for n in counts], np.int32)
+        return bucket, budget if bucket.packed else None
+
+    policy.choose = choose  # type: ignore[method-assign,assignment]
 
 
 def ask(engine: LLMEngine, count: int = 6, max_tokens: int = 20, **params: object) -> dict[str, list[int]]:

@@ -129,3 +129,4 @@ def test_the_snapshot_tells_predicted_and_real_acceptance() -> None:
     # Both first drafts accepted; of the second ones only that of the first sequence was verified, and rejected.
     assert found["predicted_acceptance"] == pytest.approx([(0.75 + 0.5) / 2, 0.5, 0.0])
     assert found["real_acceptance"] == [1.0, 0.0, 0.0]
+    assert found["num_steps_by_size"] == {8: 1}
