@@ -24,7 +24,7 @@ def token_outputs(
     result: StepResult,
     pushed: list[tuple[int, int]],
     max_num_batched_tokens: int,
-    temperatures: tuple[float, ...] = (),
+    temperatures: tuple[float, ...],
 ) -> list[RequestOutput]:
     """The outputs of the rows that took tokens or failed, in the order of the step.
 

@@ -9,7 +9,7 @@ _BLACKLIST, _FORCE_TOP_K = "DEEPINFER_DECODE_TOKEN_BLACKLIST", "DEEPINFER_SAMPLE
 _RANGE = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
 
 
-def sampler_options(vocab_size: int, confidence_temperatures: tuple[float, ...] = ()) -> SamplerOptions:
+def sampler_options(vocab_size: int, confidence_temperatures: tuple[float, ...] = (1.0,)) -> SamplerOptions:
     """confidence_temperatures: used, and so part of the options, only with DEEPINFER_ENABLE_MTP_VARLEN.
 
     Raises ValueError, starting with the variable's name, for a value that cannot be."""
@@ -20,7 +20,7 @@ def sampler_options(vocab_size: int, confidence_temperatures: tuple[float, ...] 
         blacklist=_ids(env.DECODE_TOKEN_BLACKLIST, vocab_size),
         force_top_k=force_top_k,
         sum_smaller_probs=env.COMPUTE_SUM_SMALLER_PROBS,
-        confidence_temperatures=confidence_temperatures if env.ENABLE_MTP_VARLEN else (),
+        confidence_temperatures=confidence_temperatures if env.ENABLE_MTP_VARLEN else (1.0,),
     )
 
 

@@ -10,7 +10,7 @@ _LARGEST_LOGIT = 60.0
 def verification_rates(confidences: Array, temperatures: tuple[float, ...]) -> Array:
     """The probability that a draft and all before it are accepted, float32 [..., drafts], of raw confidence logits.
 
-    A NaN counts as 0. temperatures: one per draft, positive.
+    A NaN counts as 0. temperatures: one per draft or one for all, positive.
     """
     scaled = jnp.clip(confidences / jnp.asarray(temperatures, jnp.float32), -_LARGEST_LOGIT, _LARGEST_LOGIT)
     each = jax.nn.sigmoid(scaled)

@@ -1,8 +1,9 @@
 """The two step programs: a chunk of prompts, and the next tokens of running sequences.
 
 A decode step computes the last token and the drafts of each sequence (in a packed program the most promising of all
-drafts), accepts drafts as far as they hold, samples one token more, and drafts the next block. What it computed of rejected drafts needs no undoing: it lies behind the new
-length, where nothing reads it before it is written again (`state.py`).
+drafts), accepts drafts as far as they hold, samples one token more, and drafts the next block. What it computed of
+rejected drafts needs no undoing: it lies behind the new length, where nothing reads it before it is written again
+(`state.py`).
 
 Each takes the state of the device (cache and slot table, both donated) and one packed array of the host, and gives
 small outputs and the next state. Nothing of a step depends on results that the host would have to read first.

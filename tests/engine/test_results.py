@@ -57,7 +57,7 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
     confidences = np.asarray([[0, 1], [-1, 90], [2, 3], [np.nan, 0]], np.float32)
     verified = np.asarray([3, 3, 2, 3], np.int32)
     given = results(tokens, counts=counts, verified=verified, confidences=confidences)
-    outputs = token_outputs(step, given, [*taken, (3, 0)], 64)
+    outputs = token_outputs(step, given, [*taken, (3, 0)], 64, (1.0, 2.0))
 
     def seen(output: RequestOutput) -> tuple[Any, ...]:
         return output.request_id, output.token_id, output.num_output_tokens, output.draft_tok, output.accept_tok
@@ -71,9 +71,9 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
         ("ends", 31, 2, 0, 0),
         ("ends", EOS, 3, 2, 3),
     ]
-    # 1 / (1 + exp(-z)), of the drafts that were verified.
+    # 1 / (1 + exp(-z / temperature)), of the drafts that were verified.
     assert [output.confidence_score for output in outputs[:7] if output.draft_tok] == [
-        pytest.approx([0.5, 0.7310586]),
+        pytest.approx([0.5, 0.6224593]),
         pytest.approx([0.2689414, 1.0]),
         pytest.approx([0.8807971]),
     ]
@@ -92,7 +92,7 @@ def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
     top = np.arange(2 * 2 * 8, dtype=np.int32).reshape(2, 2, 8)
     step: Any = SimpleNamespace(sequences=sequences)
     outputs = token_outputs(
-        step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), taken, 64
+        step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), taken, 64, ()
     )
     # Behind the likeliest comes the token itself, which is not among them.
     assert [output.top_token_ids for output in outputs] == [[0, 1, 5], [8, 9, 6], [], []]

@@ -77,6 +77,7 @@ def test_greedy_answers_are_those_without_drafts(choose: str, overlap: bool) -> 
         assert sum(verified) / (stats["num_decode_rows"] - sum(verified)) < 2
 
 
+@pytest.mark.slow
 def test_the_same_under_preemption_and_without_chunks() -> None:
     engine = varlen_engine(choose="random", num_kv_blocks=14, stop_preempted_request=False)
     answers = ask(engine, temperature=0)
@@ -85,6 +86,7 @@ def test_the_same_under_preemption_and_without_chunks() -> None:
         assert answers[str(i)] == greedy_twin(TABLE, random_prompt(3 + 2 * i, seed=i), min(20 + i, 41 - (3 + 2 * i)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choose", ["random", "policy"])
 def test_sampled_answers_have_the_targets_distribution(choose: str) -> None:
     """All answers of four tokens, of two likeliest each: 16 of them, by the exact product of probabilities."""
@@ -127,6 +129,7 @@ def test_the_policy_learns_and_its_figures_are_in_the_statistics() -> None:
     assert isinstance(policy, VerificationPolicy) and policy.acceptance.judged[0] > 20
 
 
+@pytest.mark.slow
 def test_outputs_tell_the_confidences_of_what_was_verified_at_their_temperatures() -> None:
     with variables(DFLASH_CONFIDENCE_HEAD_TEMPERATURE="1,2,4,0.5,1"):
         engine = varlen_engine(choose="random")

@@ -28,6 +28,7 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
     ("kind", "bucket", "num_drafts", "replay"),
     [
         ("decode", Bucket(4, 4, 8), 3, None),
+        ("decode", Bucket(4, 4, 8, packed=9), 3, None),
         ("decode", Bucket(4, 1, 8), 0, None),
         ("prefill", Bucket(2, 40, 8), 3, None),
         ("prefill", Bucket(2, 40, 8), 0, Replay("compact", 20)),  # passes rings through a branch

@@ -41,7 +41,7 @@ def test_a_row_gives_the_same_in_any_batch(invariant: bool) -> None:
         uncounted=RNG.integers(-1, VOCAB, (ROWS, 3)),
     )  # fmt: skip
     logits, other = (jnp.asarray(RNG.normal(size=(ROWS, VOCAB)) * 3, jnp.float32) for _ in range(2))
-    drafts = DraftRows(*draw_draft((logits + other) / 2, rows))
+    drafts = DraftRows(*draw_draft((logits + other) / 2, rows, 0))
     whole = jax.tree.map(np.asarray, sampled(logits, rows, drafts, invariant=invariant))
     for batch in ([3], [20, 4], list(range(ROWS - 1, 2, -1))):
         index = np.asarray(batch)
