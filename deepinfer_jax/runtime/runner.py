@@ -22,15 +22,18 @@ from tqdm import tqdm
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.state_programs import (
     BLOCK_ROWS,
+    MASK_ROWS,
     SLOT_ROWS,
     WRITES,
     Move,
     PendingBytes,
     Places,
+    mask_input_shapes,
     move_input_shapes,
     move_program,
     pack_restore,
     places,
+    write_masks,
 )
 from deepinfer_jax.runtime.step_input import full_decode, pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
@@ -96,6 +99,12 @@ def compile_move(
     logger.info("compiling the %s program", move)
     program = jax.jit(move_program(model, move, shape, options), donate_argnums=1 if move in WRITES else ())
     return program.lower(params.tree(), state.tree(), *inputs.tree()).compile()
+
+
+@functools.lru_cache(maxsize=32)
+def compile_write_masks(masks: Spec, rows: Spec) -> Any:
+    """The compiled `write_masks`; shared like those of `compile_step`."""
+    return jax.jit(write_masks, donate_argnums=0).lower(masks.tree(), *rows.tree()).compile()
 
 
 @dataclass(frozen=True)
@@ -232,11 +241,11 @@ class Runner:
             "draft": drafts,
             "poison": poisons,
             "write_adjustments": True,
-            "write_masks": True,
         }
         self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
         self._moves: dict[Move, Any] = {}
+        self._write_masks: Any = None  # compiled
         self._state: StepState | None = None
         self.reset()
 
@@ -264,6 +273,12 @@ class Runner:
             placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in inputs)
             host_inputs = Spec(jax.tree.structure(inputs), tuple(placed))
             return compile_move(self._model, move, self._shape, self._options, params, state, host_inputs)
+
+        assert self._state is not None
+        masks = _spec(self._state.table.adjustments.masks)
+        shapes = mask_input_shapes(masks.leaves[0])
+        rows = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in shapes)
+        self._write_masks = compile_write_masks(masks, Spec(jax.tree.structure(shapes), tuple(rows)))
 
         # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
         with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
@@ -392,10 +407,19 @@ class Runner:
 
         data_index, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
         """
-        where, shape = places(data_index, SLOT_ROWS), self._shape
-        numbers = where.spread(slots, shape.data, SLOT_ROWS, shape.slots)
-        for inputs in zip(numbers, where.spread(masks, shape.data, SLOT_ROWS, 0), strict=True):
-            self._write("write_masks", *inputs)
+        where, shape = places(data_index, MASK_ROWS), self._shape
+        numbers, rows = (
+            where.spread(slots, shape.data, MASK_ROWS, shape.slots),
+            where.spread(masks, shape.data, MASK_ROWS, 0),
+        )
+        state, self._state = self._state, None  # its masks are donated
+        assert state is not None
+        written = state.table.adjustments.masks
+        for inputs in zip(numbers, rows, strict=True):
+            written = self._write_masks(written, *(jax.device_put(own, self._placement) for own in inputs))
+        self._state = state._replace(
+            table=dataclasses.replace(state.table, adjustments=state.table.adjustments._replace(masks=written))
+        )
 
     def draft(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
         """Launches the drafting behind the last tokens of n restored slots, for the decode step that follows.
@@ -435,6 +459,7 @@ class Runner:
         self._params = self._state = None
         self._programs.clear()
         self._moves.clear()
+        self._write_masks = None
 
     def reset(self) -> None:
         """Empties pools and slots; needed after a step that failed, which took the state with it."""

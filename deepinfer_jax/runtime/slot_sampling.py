@@ -87,11 +87,6 @@ def with_adjustments(kept: Adjustments, packed: Array, counts: Array) -> Adjustm
     )
 
 
-def with_masks(kept: Adjustments, slots: Array, masks: Array) -> Adjustments:
-    """With masks uint32 [data, rows, time, words] of the slots int32 [data, rows]."""
-    return kept._replace(masks=write_pool(kept.masks, (slots,), masks))
-
-
 def pack_edits(edits: list[tuple[int, float, int]]) -> np.ndarray:
     """int32 [3 · MAX_EDITS]: ids, values as their bits, and until which position, of at most MAX_EDITS entries."""
     packed = np.zeros((3, MAX_EDITS), np.int32)

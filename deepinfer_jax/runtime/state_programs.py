@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax import Array
 
 from deepinfer_jax.kernels.pools import write_pool
-from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_masks, with_sampling
+from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.steps import StepState, next_drafts
 from deepinfer_jax.runtime.text_model import StepModel
@@ -31,9 +31,7 @@ from deepinfer_jax.state import (
     write_slots,
 )
 
-Move = Literal[
-    "read_slots", "restore", "read_blocks", "write_blocks", "draft", "poison", "write_adjustments", "write_masks"
-]
+Move = Literal["read_slots", "restore", "read_blocks", "write_blocks", "draft", "poison", "write_adjustments"]
 
 WRITES: frozenset[Move] = frozenset({*get_args(Move)} - {"read_slots", "read_blocks"})
 """Moves that take the state and give it back changed; the others give bytes and leave it."""
@@ -41,6 +39,7 @@ WRITES: frozenset[Move] = frozenset({*get_args(Move)} - {"read_slots", "read_blo
 # Rows of one call, of each data index.
 SLOT_ROWS = 4
 BLOCK_ROWS = 16
+MASK_ROWS = 8
 
 
 def move_program(
@@ -68,10 +67,6 @@ def move_program(
         adjustments = with_adjustments(state.table.adjustments, edits, counts)
         return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
 
-    def mask(params: Any, state: StepState, slots: Array, masks: Array) -> StepState:
-        adjustments = with_masks(state.table.adjustments, slots, masks)
-        return state._replace(table=dataclasses.replace(state.table, adjustments=adjustments))
-
     programs: dict[Move, Callable[..., Any]] = {
         "read_slots": read_state,
         "restore": functools.partial(_restore, declared),
@@ -80,7 +75,6 @@ def move_program(
         "draft": draft,
         "poison": spoil,
         "write_adjustments": adjust,
-        "write_masks": mask,
     }
     return programs[move]
 
@@ -91,7 +85,6 @@ def move_input_shapes(
     """The host inputs of a move; each leads with the data axis."""
     declared = model.state(shape.tokens_per_block)
     slots, blocks = (shape.data, SLOT_ROWS), (shape.data, BLOCK_ROWS)
-    masks = (1 + shape.rollback, -(-model.vocab_size // 32))
     inputs: dict[Move, tuple[tuple[Any, Any], ...]] = {
         "read_slots": (((*slots, 2), np.int32),),
         "restore": (
@@ -103,9 +96,22 @@ def move_input_shapes(
         "draft": ((slots, np.int32),),
         "poison": ((blocks, np.int32), (slots, np.int32)),
         "write_adjustments": (((*slots, 1 + 3 * MAX_EDITS), np.int32), ((*slots, model.vocab_size), np.int32)),
-        "write_masks": ((slots, np.int32), ((*slots, *masks), np.uint32)),
     }
     return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
+
+
+def write_masks(masks: Array, slots: Array, rows: Array) -> Array:
+    """The slot table's `Adjustments.masks` with rows uint32 [data, k, time, words] in slots int32 [data, k].
+
+    It comes before every step of a constrained sequence, so it takes nothing else of the state.
+    """
+    return write_pool(masks, (slots,), rows)
+
+
+def mask_input_shapes(masks: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The host inputs of `write_masks`."""
+    rows = (masks.shape[0], MASK_ROWS)
+    return jax.ShapeDtypeStruct(rows, np.int32), jax.ShapeDtypeStruct((*rows, *masks.shape[2:]), masks.dtype)
 
 
 def _restore(declared: Any, params: Any, state: StepState, packed: Array, states: Array) -> StepState:

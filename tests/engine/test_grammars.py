@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 from drafting import drafts
+from test_varlen import random_choice, variables
 from toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
 from toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
 
@@ -82,6 +83,18 @@ def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_al
     assert engine.compile_count == compiled
     if blocks:
         assert engine.stats()["num_preemptions"] > 0
+
+
+def test_steps_that_verify_fewer_drafts_mask_the_rows_that_they_have() -> None:
+    with variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE="5"):
+        engine = grammar_engine()
+    random_choice(engine)
+    wanted = {}
+    for number in range(24):
+        name, prompt = list(GRAMMARS)[number % 4], random_prompt(3 + number % 9, seed=number)
+        wanted[f"{name} {number}"] = constrained_twin(prompt, GRAMMARS[name], 20)
+        engine.add_request("user", f"{name} {number}", greedy(so_args=GRAMMARS[name]), prompt)
+    assert {request: tokens(outputs) for request, outputs in run(engine).items()} == wanted
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

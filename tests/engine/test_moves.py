@@ -131,14 +131,27 @@ def test_bytes_are_those_of_the_launch_whatever_runs_later() -> None:
 def test_all_programs_are_made_at_the_start() -> None:
     on = driven()
     assert on.runner.compile_count == 2
-    always = ["write_adjustments", "write_masks"]
+    always = ["write_adjustments"]
     assert list(on.runner._moves) == ["read_slots", "restore", "read_blocks", "write_blocks", "poison", *always]
     engine = toy_engine(enable_prefix_caching=False)
-    has = "write_adjustments, write_masks"
+    has = "write_adjustments"
     with pytest.raises(RuntimeError, match=f"no poison program was compiled; this runner has: {has}"):
         engine._runner.poison([[0]], [[0]])
     with pytest.raises(RuntimeError, match="no read_slots program"):
         engine._runner.read_slots(*np.zeros((3, 1), np.int32))
+
+
+def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:
+    on = driven()
+    kept = np.asarray(on.runner._state.table.adjustments.masks).copy()
+    rng, slots = np.random.default_rng(0), np.asarray([6, 2, 0, 5], np.int32)
+    for count in (4, 1):
+        masks = rng.integers(0, 2**32, (count, *kept.shape[2:]), np.uint32)
+        on.runner.write_masks(np.zeros(count, np.int32), slots[:count], masks)
+        kept[0, slots[:count]] = masks
+    np.testing.assert_array_equal(on.runner._state.table.adjustments.masks, kept)
+    donated = on.runner._write_masks.memory_analysis()
+    assert donated.alias_size_in_bytes == kept.nbytes  # in place
 
 
 def test_each_data_index_moves_its_own_pools() -> None:
