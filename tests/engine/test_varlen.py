@@ -1,55 +1,22 @@
 """Confidence-scheduled verification on the toy model: other rows are computed, the answers are the same."""
 
-import contextlib
-import os
 from collections import Counter
-from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
 import pytest
-from toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens, toy_engine
+from dummy_kind import DummyKindModel, dummy_kind_twin
+from test_data_parallel import served
+from toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens
+from toy_grammar import constrained_twin, grammar_parts
+from varlen import DRAFTS, random_choice, variables, varlen_engine
 
+from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.scheduler import Bucket, VerificationPolicy
+from deepinfer_jax.scheduler import VerificationPolicy
 
 TABLE = make_table()
-DRAFTS = 5
-
-
-@contextlib.contextmanager
-def variables(**values: str) -> Iterator[None]:
-    """Engines that are made within see DEEPINFER_…; the values are forgotten afterwards."""
-    with mock.patch.dict(os.environ, {f"DEEPINFER_{name}": value for name, value in values.items()}):
-        rearm()
-        yield
-    rearm()
-
-
-def varlen_engine(*, choose: str = "policy", **kwargs: object) -> LLMEngine:
-    """choose: "packed": each step is as small as can be, with a random budget; "random": of any size."""
-    with variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE=str(DRAFTS)):
-        engine = toy_engine(**kwargs)  # type: ignore[arg-type]
-    if choose != "policy":
-        random_choice(engine, smallest=choose == "packed")
-    return engine
-
-
-def random_choice(engine: LLMEngine, *, smallest: bool = False) -> None:
-    """Has the engine size its steps at random, or as small as can be; with a random budget."""
-    policy, data = engine._scheduler.verification, engine.limits.data_parallel_size
-    assert policy is not None
-    rng = np.random.default_rng(0)
-
-    def choose(_: object, data_index: np.ndarray, sizes: tuple[Bucket, ...]) -> tuple[Bucket, np.ndarray | None]:
-        bucket = sizes[0 if smallest else rng.integers(len(sizes))]
-        counts = np.bincount(data_index, minlength=data)
-        budget = np.asarray([rng.integers(0, bucket.tokens - n + 1) for n in counts], np.int32)
-        return bucket, budget if bucket.packed else None
-
-    policy.choose = choose  # type: ignore[method-assign,assignment]
 
 
 def ask(engine: LLMEngine, count: int = 6, max_tokens: int = 20, **params: object) -> dict[str, list[int]]:
@@ -168,3 +135,40 @@ def test_step_times_are_measured_once_and_kept(tmp_path: object) -> None:
             "deepinfer_jax.runtime.runner.Runner.time_decode", side_effect=AssertionError("measured again")
         ):
             varlen_engine()
+
+
+@pytest.mark.slow
+def test_state_of_any_kind_goes_along_with_packed_rows() -> None:
+    engine = varlen_engine(choose="random", model=DummyKindModel(), num_kv_blocks=28, stop_preempted_request=False)
+    answers = ask(engine, temperature=0)
+    for i in range(6):
+        count = min(20 + i, 41 - (3 + 2 * i))
+        assert answers[str(i)] == dummy_kind_twin(TABLE, random_prompt(3 + 2 * i, seed=i), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["1", "0"])
+def test_constrained_requests_give_what_each_gives_alone(overlap: str) -> None:
+    grammar = {"schema_type": "regex", "schema": "(ab|c[0-9]{1,2})+x?"}
+    with (
+        variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE=str(DRAFTS), ZERO_OVERHEAD_SCHEDULING=overlap),
+        mock.patch("deepinfer_jax.engine.engine.load_parts", grammar_parts),
+    ):
+        engine = LLMEngine(EngineArgs(model="toy", disable_log_stats=True, max_num_seqs=6, tokens_per_block=4))
+    random_choice(engine)
+    prompts = [random_prompt(1 + number * 7 % 19, seed=number) for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        how = SamplingParams(temperature=0, max_tokens=20, so_args=grammar if number % 2 else None)
+        engine.add_request("u", str(number), how, prompt)
+    found = run(engine)
+    for number, prompt in enumerate(prompts):
+        wanted = constrained_twin(prompt, grammar, 20) if number % 2 else greedy_twin(TABLE, prompt, 20)
+        assert tokens(found[str(number)]) == wanted
+
+
+@pytest.mark.slow
+def test_two_data_indices_verify_each_its_own() -> None:
+    found = served("two_devices_varlen.py")
+    assert found["data_indices"] == [0, 1] and found["steps_by_size"].keys() == {"10", "24"}
+    for i in range(12):
+        assert found["tokens"][str(i)] == greedy_twin(TABLE, random_prompt(1 + 3 * i % 23, seed=i), 2 + i % 9)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from real_model import generate, long_golden_a, requests, what_forward_says
-from test_varlen import random_choice, variables
+from varlen import random_choice, variables
 
 from deepinfer_jax import LLM
 
