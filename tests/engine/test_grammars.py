@@ -12,7 +12,9 @@ from drafting import drafts
 from test_varlen import random_choice, variables
 from toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
 from toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
+from typer.testing import CliRunner
 
+from deepinfer_jax.cli import app
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.environ import env, rearm
 from deepinfer_jax.engine.handover import SequenceState
@@ -301,6 +303,27 @@ def test_completions_of_one_prompt_each_follow_the_grammar(monkeypatch) -> None:
     texts = [text for own in llm.generate(["abc", "x"], params, use_tqdm=False) for text in own]
     assert len(texts) == 6 and len(set(texts)) > 1
     assert all(re.fullmatch("[a-f]{5}", text) for text in texts)
+
+
+def test_the_command_line_takes_a_schema_file_or_a_regular_expression(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", grammar_parts)
+    file = tmp_path / "schema.json"
+    command = ["generate", "--model", "toy", "--prompt", "abc", "--max-tokens", "30", "--seed", "3"]
+
+    def generated(*options: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, [*command, *options])
+        return result.exit_code, result.stdout.removeprefix("abc").strip(), result.stderr
+
+    status, text, _ = generated("--regex", "[ab]{3}c")
+    assert status == 0 and re.fullmatch("[ab]{3}c", text)
+    file.write_text('{"enum": [12, true]}', encoding="utf-8-sig")
+    status, text, _ = generated("--json-schema", str(file))
+    assert status == 0 and json.loads(text) in (12, True)
+    status, _, error = generated("--json-schema", str(file), "--regex", "a")
+    assert status == 1 and error == "error: give either --json-schema or --regex, not both\n"
+    file.write_text('{"maxLenght": 3}')
+    status, _, error = generated("--json-schema", str(file))
+    assert status == 1 and "(did you mean 'maxLength'?)" in error and error.count("\n") == 1
 
 
 def test_an_engine_without_grammars_starts_no_threads() -> None:
