@@ -35,6 +35,8 @@ class Grammars:
         vocab_size: width of the logits.
         num_rows: most rows of a sequence in a step.
         fail: called for a sequence whose grammar failed; it must end it.
+
+    Raises ValueError for an environment variable with which no grammar would ever be ready.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, num_rows: int, fail: Fail) -> None:
@@ -43,6 +45,9 @@ class Grammars:
         self._shape = (num_rows, -(-vocab_size // 32))
         self._fail = fail
         self._pool: GrammarPool | None = None
+        for name in ("SO_BUILDER_CPUS", "XGRAMMAR_TIMEOUT"):
+            if (value := getattr(env, name)) < 1:
+                raise ValueError(f"DEEPINFER_{name} is {value}; it must be at least 1")
         self._pending: dict[Sequence, PendingGrammar] = {}
         self._in_use = False
 

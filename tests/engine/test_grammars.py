@@ -53,9 +53,17 @@ def check_text(name: str, output: list[int]) -> None:
         assert re.fullmatch(PATTERNS[name], text_of(output))
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("blocks", [None, 22])
+@pytest.mark.parametrize(
+    ("num_drafts", "overlap", "blocks"),
+    [
+        (0, True, 22),
+        (5, True, 22),
+        *(
+            pytest.param(num_drafts, overlap, blocks, marks=pytest.mark.slow)
+            for num_drafts, overlap, blocks in ((0, False, None), (2, True, None), (2, False, 22), (5, False, None))
+        ),
+    ],
+)
 def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_alone(
     num_drafts, overlap, blocks
 ) -> None:
@@ -87,6 +95,7 @@ def test_constrained_and_free_requests_beside_each_other_give_what_each_gives_al
         assert engine.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_steps_that_verify_fewer_drafts_mask_the_rows_that_they_have() -> None:
     with variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE="5"):
         engine = grammar_engine()
@@ -99,7 +108,7 @@ def test_steps_that_verify_fewer_drafts_mask_the_rows_that_they_have() -> None:
     assert {request: tokens(outputs) for request, outputs in run(engine).items()} == wanted
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_sampled_tokens_do_not_depend_on_neighbours(num_drafts) -> None:
     params = SamplingParams(max_tokens=20, seq_seed=7, so_args=GRAMMARS["json"], top_p=0.9)
     prompt = random_prompt(5)
@@ -324,6 +333,12 @@ def test_the_command_line_takes_a_schema_file_or_a_regular_expression(monkeypatc
     file.write_text('{"maxLenght": 3}')
     status, _, error = generated("--json-schema", str(file))
     assert status == 1 and "(did you mean 'maxLength'?)" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["SO_BUILDER_CPUS", "XGRAMMAR_TIMEOUT"])
+def test_without_threads_or_time_there_is_no_engine(name: str) -> None:
+    with variables(**{name: "0"}), pytest.raises(ValueError, match=f"DEEPINFER_{name} is 0; it must be at least 1"):
+        grammar_engine()
 
 
 def test_an_engine_without_grammars_starts_no_threads() -> None:
