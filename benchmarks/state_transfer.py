@@ -23,6 +23,7 @@ from deepinfer_jax import EngineArgs, EngineType, LLMEngine, ModelConfig, Sequen
 from deepinfer_jax.config import Precision, parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS
 from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import BucketTable
 from deepinfer_jax.state import CacheShape
@@ -104,8 +105,7 @@ def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
     runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, kinds=(), moves_slots=True)
     runner.warm_up()
     zero = np.zeros(1, np.int32)
-    sampling = {"temperature": 1, "top_p": 1, "top_k": -1, "greedy": 1, "seed_low": 0, "seed_high": 0}
-    columns = {column: np.asarray([value]) for column, value in sampling.items()}
+    columns = dict.fromkeys(RESTORE_COLUMNS, zero)  # what is sampled by does not matter here
     state = np.zeros((1, runner.slot_bytes), np.uint8)
 
     def write() -> None:
@@ -115,7 +115,7 @@ def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
     works: dict[str, Callable[[], Any]] = {
         "copy in host memory": state.copy,
         "restore": write,
-        "snapshot": lambda: runner.read_slots(zero, zero).rows(),
+        "snapshot": lambda: runner.read_slots(zero, zero, zero + 4096).rows(),
     }
     print(f"a slot of {name} has {state.nbytes / 1e6:.3f} MB")
     for work_name, work in works.items():

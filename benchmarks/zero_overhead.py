@@ -55,11 +55,11 @@ def program_seconds(made: LLMEngine) -> float:
     """Of the launches that the engine's next steps would make, without planning, packing or reading."""
     made.flush_inflight_reqs()
     runner, plan = made._runner, made._scheduler.schedule()
-    launch = runner.decode(plan.decode, None, False)
+    launch = runner.decode(plan.decode, None, None, False)
     launch.result()
     start = time.perf_counter()
     for _ in range(STEPS):
-        launch = runner.decode(plan.decode, None, False)
+        launch = runner.decode(plan.decode, None, None, False)
     jax.block_until_ready(launch.output)
     took = (time.perf_counter() - start) / STEPS
     n = len(plan.decode.sequences)

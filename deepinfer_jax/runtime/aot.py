@@ -8,6 +8,7 @@ for a second one. It says nothing about results or speed.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -69,7 +70,12 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
-    program, arguments = step_program(model, kind, SHAPE, BUCKETS[kind], "gpu")
+    # With drafts, as many as the model can.
+    drafts = config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
+    shape, bucket = dataclasses.replace(SHAPE, rollback=drafts), BUCKETS[kind]
+    if kind == "decode":
+        bucket = dataclasses.replace(bucket, time=1 + drafts)
+    program, arguments = step_program(model, kind, shape, bucket, "gpu")
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
     text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache
     if kind == "decode" and TRITON_CALL not in text:
