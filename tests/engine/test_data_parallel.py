@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import make_table, random_prompt, sampled_twin
+from drafting import draft_twin, drafts
+from toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
 
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
 
 @cache
-def served(script_name: str = "two_devices.py") -> dict[str, Any]:
+def served(script_name: str = "two_devices.py", num_drafts: int = 0) -> dict[str, Any]:
     script = Path(__file__).with_name(script_name)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    with drafts(num_drafts):
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -34,6 +36,16 @@ def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
         )
         for i in range(16)
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
+def test_so_does_every_request_with_drafts(case: str) -> None:
+    table, found = make_table(), served(num_drafts=2)[case]["tokens"]
+    for i in range(16):
+        prompt, params = random_prompt(1 + 5 * i % 31, seed=i), SamplingParams(seq_seed=i, temperature=0.9 * (i % 2))
+        params.max_tokens = 2 + i % 9
+        assert found[str(i)] == draft_twin(table, prompt, params, 2, MAX_POSITIONS).tokens
 
 
 def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devices() -> None:
