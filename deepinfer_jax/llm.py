@@ -138,7 +138,7 @@ class LLM:
             raise ValueError(
                 "multi_modal_data: the engine of this version takes text; use forward(..., image_embeds=...)"
             )
-        params = _params_per_prompt(sampling_params, len(sources))
+        params = _params_per_prompt(sampling_params, len(sources), self.get_tokenizer().eos_token_id)
         if self.llm_engine.has_unfinished_requests():
             raise ValueError(
                 "the engine has unfinished requests of add_request(); step() or abort them before generate()"
@@ -248,11 +248,11 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 
 def _params_per_prompt(
-    sampling_params: SamplingParams | Iterable[SamplingParams] | None, count: int
+    sampling_params: SamplingParams | Iterable[SamplingParams] | None, count: int, eos_id: int
 ) -> list[SamplingParams]:
     """Checked copies: what a prompt is refused for must not depend on the prompts before it."""
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [own_params(sampling_params)] * count
+        return [own_params(sampling_params, eos_id)] * count
     given = _listed("sampling_params", sampling_params)
     if len(given) != count:
         raise ValueError(
@@ -262,7 +262,7 @@ def _params_per_prompt(
     for position, one in enumerate(given):
         if not isinstance(one, SamplingParams):
             raise TypeError(f"sampling_params[{position}] must be SamplingParams, got {one!r}")
-    return [own_params(one) for one in given]
+    return [own_params(one, eos_id) for one in given]
 
 
 def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput:

@@ -176,7 +176,7 @@ class OutputIterator(AsyncIterator[RequestOutput]):
 
     async def _start(self) -> OutputStream:
         check_request_id(self._request_id)
-        params = own_params(self._sampling_params)
+        params = own_params(self._sampling_params, self._engine.get_tokenizer().eos_token_id)
         if isinstance(self._prompt, str):
             ids = await asyncio.to_thread(self._encode, self._prompt)
         else:

@@ -146,8 +146,7 @@ class LLMEngine:
         elif not math.isfinite(number("arrival_time", arrival_time)):
             raise ValueError(f"request {request_id}: arrival_time must be finite, got {arrival_time}")
         self._check_unused(request_id)
-        params = own_params(sampling_params)
-        params.eos_id = self.tokenizer.eos_token_id
+        params = own_params(sampling_params, self.tokenizer.eos_token_id)
         try:
             if params.n != 1:
                 raise ValueError(f"a request is one completion, got n={params.n}; LLM.generate gives several")
@@ -224,8 +223,7 @@ class LLMEngine:
         check_request_id(state.request_id)
         self._identity.require(state.identity, f"request {state.request_id}")
         self._check_unused(state.request_id)
-        params = own_params(state.params)
-        params.eos_id = self.tokenizer.eos_token_id
+        params = own_params(state.params, self.tokenizer.eos_token_id)
         # What is wrong with one request must not reach the scheduler: a failure there ends all that run.
         check_state(state, self._runner, self.limits, params.max_tokens)
         return self._submit(

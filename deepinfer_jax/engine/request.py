@@ -46,13 +46,17 @@ def check_request_id(request_id: object) -> None:
         raise TypeError(f"request_id must be a string, got {request_id!r} of type {type(request_id).__name__}")
 
 
-def own_params(sampling_params: SamplingParams | dict[str, Any] | None) -> SamplingParams:
-    """A private copy, so that neither side sees the other's later changes; checked, as fields may be set afterwards."""
+def own_params(sampling_params: SamplingParams | dict[str, Any] | None, eos_id: int) -> SamplingParams:
+    """A private copy with the engine's EOS, so that neither side sees the other's later changes.
+
+    It is checked: fields may be set afterwards, and EOS is one of the ids that rules name.
+    """
     if isinstance(sampling_params, SamplingParams):
-        return dataclasses.replace(sampling_params)
+        return dataclasses.replace(sampling_params, eos_id=eos_id)
     if sampling_params is not None and not isinstance(sampling_params, dict):
         raise TypeError(f"sampling_params must be SamplingParams or a dict of its fields, got {sampling_params!r}")
-    return SamplingParams(**{k: v for k, v in (sampling_params or {}).items() if v is not None})
+    given = {k: v for k, v in (sampling_params or {}).items() if v is not None}
+    return SamplingParams(**(given | {"eos_id": eos_id}))
 
 
 def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:

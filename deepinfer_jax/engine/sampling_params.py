@@ -93,9 +93,10 @@ class SamplingParams:
         self.structured()
         if self.golden_token_ids is not None:
             self.golden_token_ids = _ids("golden_token_ids", self.golden_token_ids, least=-1)
-        self.logit_bias = _biases(self.logit_bias or {}) or None
+        self.logit_bias = _biases({} if self.logit_bias is None else self.logit_bias) or None
         self.stop = _stop_texts(self.stop) or None
-        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids or [], least=0) or None
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, least=0) or None
         if (count := len(self.edits(0))) > MAX_EDITS:
             raise ValueError(
                 f"min_tokens bans EOS and each of stop_token_ids, and with logit_bias that makes {count} changes of "
@@ -144,7 +145,7 @@ class SamplingParams:
         self.top_logprobs = integer("top_logprobs", self.top_logprobs)
         if not 0 <= self.top_logprobs <= _MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs must be in 0..{_MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
-        if self.logprobs_mode not in _LOGPROBS_MODES:
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in _LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be {' or '.join(_LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
 
     @property

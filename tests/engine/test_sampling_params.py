@@ -106,7 +106,8 @@ def test_values_beyond_the_limits_are_refused_by_name(field: str, value: object)
         *[("temperature", b"1"), ("ignore_eos", "no"), ("ignore_eos", None), ("prompt_logprobs", 5)],
         *[("prompt_logprobs", np.asarray([1, 2])), ("prompt_logprobs", [])],
         *[("logit_bias", [1]), ("logit_bias", {"x": 1.0}), ("logit_bias", {5: "1"}), ("stop", 5), ("stop", ["a", 5])],
-        *[("stop_token_ids", ["5"]), ("stop_token_ids", 5), ("n", 1.5), ("min_tokens", "1"), ("min_p", "0.1")],
+        *[("stop_token_ids", ["5"]), ("stop_token_ids", 0), ("logit_bias", 0), ("logit_bias", np.arange(2))],
+        *[("n", 1.5), ("min_tokens", "1"), ("min_p", "0.1")],
     ],
 )
 def test_values_of_another_type_are_refused_by_name(field: str, value: object) -> None:
@@ -121,7 +122,12 @@ def test_golden_tokens_force_by_output_index() -> None:
 
 def test_new_fields_take_what_they_allow() -> None:
     params = SamplingParams(
-        temperature=0, min_p=0.5, logit_bias={"7": 1, np.int64(8): -100}, stop="ab", stop_token_ids=(3, 4), n=2
+        temperature=0,
+        min_p=0.5,
+        logit_bias={"7": 1, np.int64(8): -100},
+        stop="ab",
+        stop_token_ids=np.asarray([3, 4]),
+        n=2,
     )
     assert (params.logit_bias, params.stop, params.stop_token_ids) == ({7: 1.0, 8: -100.0}, ["ab"], [3, 4])
     assert params.min_p == 0  # greedy

@@ -203,6 +203,21 @@ def test_ids_outside_the_vocabulary_drop_a_request_and_several_completions_are_r
         engine.add_request("u", "r", SamplingParams(n=2), [5])
 
 
+def test_what_the_engines_eos_adds_counts_too() -> None:
+    """Before an engine knows them, EOS is 0."""
+    engine = toy_engine()
+    engine.add_request("u", "other", SamplingParams(temperature=0, max_tokens=4), [5])
+    most = SamplingParams(logit_bias=dict.fromkeys(range(2, 64), 1.0), stop_token_ids=[0], min_tokens=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepinfer_jax.engine.sampling_params.MAX_EDITS", 63)
+        most = dataclasses.replace(most)
+        with pytest.raises(ValueError, match="makes 64 changes of logits; at most 63"):
+            engine.add_request("u", "r", most, [5])
+        with pytest.raises(ValueError, match="makes 64 changes of logits; at most 63"):
+            engine.add_request("u", "r", dataclasses.asdict(most), [5])
+    assert tokens(run(engine)["other"]) == greedy_twin(TABLE, [5], 4)
+
+
 def test_the_sampler_options_of_the_environment_act(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = random_prompt(6)
     free = greedy_twin(TABLE, prompt, 1)
