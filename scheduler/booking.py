@@ -16,6 +16,9 @@ def book_tokens(
 ) -> tuple[list[tuple[int, int]], list[Sequence]]:
     """Appends to each sequence what its row gave; arguments as in `Scheduler.update`.
 
+    A sequence whose logits were not finite takes the tokens before the row that failed, the last of its `counts`, and
+    fails, unless it ends with them.
+
     Returns (row, number of tokens) of each row that took tokens or failed, and the sequences that have ended with it.
     """
     # What the host counted on: of a prompt's last chunk its sample, of a decode step that all drafts are accepted.
@@ -31,8 +34,10 @@ def book_tokens(
         if sequence in dropped:
             continue
         if not is_finite:
-            sequence.status = SequenceStatus.FINISHED_FAILED
-            number = 0
+            # What came before the row that failed is right, and may end it: that row then was one too many.
+            number = sequence.append_tokens(token_ids[: max(count - 1, 0)])
+            if not sequence.status.finished:
+                sequence.status = SequenceStatus.FINISHED_FAILED
         elif count:
             sequence.num_inflight_steps -= 1
             number = sequence.append_tokens(token_ids[:count])

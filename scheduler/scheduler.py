@@ -249,10 +249,11 @@ class Scheduler:
             step: a step of the oldest plan in flight.
             tokens: int32 [n, 1 or more], the tokens that each row gave, in the first `counts` columns.
             counts: int32 [n], 1 … 1 + num_drafts in a decode step, not looked at in a prefill step.
-            finite: bool [n], False where the logits were not finite; such a sequence fails alone.
+            finite: bool [n], False where the logits of the last row that counts were not finite; such a sequence fails
+                alone, unless the tokens before that row end it.
             states: uint8 [slot_bytes] of each of the step's captures, in memory of its own, as it is kept.
 
-        Returns (row, number of tokens that the sequence took) of each row that took tokens or failed (0 tokens).
+        Returns (row, number of tokens that the sequence took) of each row that took tokens or failed.
         Raises ValueError for a step that is not of the oldest plan in flight, and if a state is missing.
         """
         if len(states) != len(step.captures):

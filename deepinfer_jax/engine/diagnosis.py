@@ -20,8 +20,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.probe import capture_names
 from deepinfer_jax.params import Params
-from deepinfer_jax.runtime.runner import StepResult
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +38,23 @@ _NOT_WATCHED = ("engram.rows", "index_scores", "candidates", "index_picks", "exp
 
 def explain_failures(
     step: PrefillStep | DecodeStep,
-    result: StepResult,
     taken: list[tuple[int, int]],
     diagnose: Diagnose | None,
 ) -> None:
     """Writes into each request that failed in this step why; before its output is made.
 
     Arguments:
-        taken: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken, 0: it failed.
+        taken: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
         diagnose: None: the model cannot be asked.
     """
-    for row, count in taken:
-        if count == 0:
-            sequence = step.sequences[row]
-            text = _text_before(sequence, result, row)
+    for row, _ in taken:
+        sequence = step.sequences[row]
+        if sequence.status is SequenceStatus.FINISHED_FAILED:
+            text = sequence.token_ids(0, len(sequence))  # with the drafts that this step accepted
             reason = "" if diagnose is None else f": {diagnose(text)}"
             sequence.request.error = (
                 f"the logits after position {len(text) - 1} are no distribution (not finite, or all zero){reason}"
             )
-
-
-def _text_before(sequence: Sequence, result: StepResult, row: int) -> npt.NDArray[np.int32]:
-    """All tokens that the failed row saw, or that a later one of its step saw: drafts accepted in this step count."""
-    accepted = result.tokens[row, : max(int(result.counts[row]) - 1, 0)]
-    return np.concatenate([sequence.token_ids(0, len(sequence)), accepted.astype(np.int32)])
 
 
 def make_diagnosis(params: Params, config: ModelConfig, precision: str, kernels: KernelChoice) -> Diagnose:

@@ -441,7 +441,7 @@ class LLMEngine:
                 keep_prompt_logprobs(step, result)
             taken = self._scheduler.update(step, result.tokens, result.counts, result.finite, states)
             if not result.finite.all():
-                explain_failures(step, result, taken, self._diagnose)
+                explain_failures(step, taken, self._diagnose)
             outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens, self._temperatures)
             self._stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, DecodeStep):

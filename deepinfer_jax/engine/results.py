@@ -28,7 +28,7 @@ def token_outputs(
 ) -> list[RequestOutput]:
     """The outputs of the rows that took tokens or failed, in the order of the step.
 
-    Of a failed row the request says why (`explain_failures`).
+    A sequence that failed has one output behind its tokens; its request says why (`explain_failures`).
 
     Arguments:
         pushed: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
@@ -45,6 +45,7 @@ def token_outputs(
     # A decode step of 256 sequences passes here in a fraction of a millisecond: positional arguments, no look-ups.
     for row, count in pushed:
         sequence = sequences[row]
+        failed = sequence.status is SequenceStatus.FINISHED_FAILED
         if count == 0:
             append(output_without_token(sequence, budget))
             continue
@@ -61,7 +62,7 @@ def token_outputs(
         last.draft_tok, last.accept_tok = verified[row], accepted[row]
         if scores is not None:
             last.confidence_score = scores[row][: verified[row] - 1]
-        if sequence.status is not running:
+        if sequence.status is not running and not failed:
             last.finish_reason, last.finished, last.stop_reason = sequence.finish_reason, True, sequence.stop_reason
         if number == count:
             outputs[-count].prompt_logprobs = list(sequence.request.prompt_logprobs)
@@ -80,6 +81,8 @@ def token_outputs(
         if result.draft_logprobs is not None:
             for i, output in enumerate(outputs[-count:][: accepted[row] - 1]):
                 output.nextn_logprobs = float(result.draft_logprobs[row, i])
+        if failed:
+            append(output_without_token(sequence, budget))
     return outputs
 
 

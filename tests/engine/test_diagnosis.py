@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_results import results, running
+from test_results import running
 
 from deepinfer_jax import Params, forward, load_config, load_params
 from deepinfer_jax.engine import diagnosis
@@ -20,6 +20,7 @@ from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.scheduler import SequenceStatus
 
 GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
 PRECISION = "float32"
@@ -105,17 +106,17 @@ def test_a_second_failure_is_told_and_ends_nothing(params: Params, monkeypatch: 
 
 
 def test_drafts_that_the_step_accepted_belong_to_the_text_that_is_run_again() -> None:
-    sequences = [running("good", [7]), running("bad", [7]), running("spoiled", [7, 8])]
-    tokens = [[11, 12, 13], [21, 22, 23], [0, 0, 0]]
+    sequences = [running("good", [7, 11, 12, 13]), running("bad", [7, 21, 22]), running("spoiled", [7, 8])]
+    for sequence in sequences[1:]:
+        sequence.status = SequenceStatus.FINISHED_FAILED
     seen = []
 
     def diagnose(text: np.ndarray) -> str:
         seen.append(text.tolist())
         return "because"
 
-    result = results(tokens, counts=np.asarray([3, 3, 1], np.int32))
     step: Any = SimpleNamespace(sequences=sequences)
-    explain_failures(step, result, [(0, 3), (1, 0), (2, 0)], diagnose)
+    explain_failures(step, [(0, 3), (1, 2), (2, 0)], diagnose)
     prompt = sequences[0].prompt_token_ids.tolist()
     assert seen == [[*prompt, 7, 21, 22], [*prompt, 7, 8]]
     last = len(prompt) + 2

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from drafting import draft_twin, drafts
 from toy import (
@@ -10,7 +11,9 @@ from toy import (
     EOS,
     MAX_POSITIONS,
     greedy_twin,
+    history_logits,
     make_table,
+    next_state,
     random_prompt,
     run,
     tokens,
@@ -125,6 +128,44 @@ def test_eos_ends_a_sequence_also_in_the_middle_of_accepted_drafts(engine: LLMEn
         outputs = run(engine)[f"eos{place}"]
         assert tokens(outputs) == expected[: place + 1]
         assert outputs[-1].finish_reason == "stop" and outputs[-1].draft_tok > 0
+
+
+def test_what_cannot_be_computed_behind_the_end_of_a_block_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text meets a place without logits. It gives all tokens before it, as without drafts, then fails; where the
+    last of them ends it, it has ended well."""
+    table, prompts = make_table(), [random_prompt(1 + place % 7, seed=place) for place in range(12)]
+    for place, prompt in enumerate(prompts):
+        state = 0
+        for token in prompt + greedy_twin(TABLE, prompt, place + 1):
+            state = next_state(state, token)
+        table[state] = np.nan
+    monkeypatch.setattr("toy.make_table", lambda: table)
+    with drafts(DRAFT_BLOCK):
+        engine = toy_engine()
+    rooms = []
+    for number, prompt in enumerate(prompts):
+        text = prompt.copy()
+        while np.isfinite(history_logits(table, text)).all():
+            text += greedy_twin(table, text, 1)
+        expected = text[len(prompt) :]
+        ends = {"no": {}, "length": {"max_tokens": len(expected)}, "stop": {"stop_token_ids": expected[-1:]}}
+        for end, rule in ends.items():
+            how = {"temperature": 0, "ignore_eos": True, "max_tokens": 30} | rule
+            engine.add_request("u", f"{end}{number}", SamplingParams(**how), prompt)
+        results = run(engine)
+        for end in ends:
+            outputs = results[f"{end}{number}"]
+            if end == "no":
+                *outputs, failure = outputs
+                assert failure.finish_reason == "logits_not_finite"
+                assert failure.message.startswith(f"request no{number}: the logits after position {len(text) - 1} are")
+                assert (failure.num_output_tokens, failure.token_id) == (len(expected) + 1, text[-1])
+            elif end == "length" or expected[-1] not in expected[:-1]:
+                assert outputs[-1].finish_reason == end and outputs[-1].message == ""
+            if end != "stop" or expected[-1] not in expected[:-1]:
+                assert tokens(outputs) == expected
+        rooms.append(results[f"no{number}"][-2].accept_tok)
+    assert max(rooms) > 2, "none of them failed behind accepted drafts"
 
 
 def test_forced_ids_are_given_whatever_was_drafted(engine: LLMEngine) -> None:

@@ -43,21 +43,24 @@ def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
 
 
 def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> None:
-    """Two verified drafts: all taken; one rejected; all but cut short by EOS; not finite."""
-    sequences = [running("all", [7]), running("one", [7, 7]), running("ends", [7]), running("bad", [7])]
-    tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0]]
+    """Two verified drafts: all taken; one rejected; all but cut short by EOS; not finite, from the start, after one."""
+    sequences = [running(name, [7]) for name in ("all", "one", "ends", "bad", "late")]
+    sequences[1].output_token_ids.append(7)
+    tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0], [51, 0, 0]]
     taken = [
         (row, sequence.append_tokens(tokens[row][:count]))
         for row, (sequence, count) in enumerate(zip(sequences[:3], (3, 2, 3), strict=True))
     ]
-    sequences[3].status = SequenceStatus.FINISHED_FAILED
-    sequences[3].request.error = "no distribution"
+    taken += [(3, 0), (4, sequences[4].append_tokens([51]))]
+    for sequence in sequences[3:]:
+        sequence.status = SequenceStatus.FINISHED_FAILED
+        sequence.request.error = "no distribution"
     step: Any = SimpleNamespace(sequences=sequences)
-    counts = np.asarray([3, 2, 3, 0], np.int32)
-    confidences = np.asarray([[0, 1], [-1, 90], [2, 3], [np.nan, 0]], np.float32)
-    verified = np.asarray([3, 3, 2, 3], np.int32)
+    counts = np.asarray([3, 2, 3, 1, 2], np.int32)
+    confidences = np.asarray([[0, 1], [-1, 90], [2, 3], [np.nan, 0], [0, 0]], np.float32)
+    verified = np.asarray([3, 3, 2, 3, 3], np.int32)
     given = results(tokens, counts=counts, verified=verified, confidences=confidences)
-    outputs = token_outputs(step, given, [*taken, (3, 0)], 64, (1.0, 2.0))
+    outputs = token_outputs(step, given, taken, 64, (1.0, 2.0))
 
     def seen(output: RequestOutput) -> tuple[Any, ...]:
         return output.request_id, output.token_id, output.num_output_tokens, output.draft_tok, output.accept_tok
@@ -77,13 +80,15 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
         pytest.approx([0.2689414, 1.0]),
         pytest.approx([0.8807971]),
     ]
-    assert [output.confidence_score for output in outputs if not output.draft_tok] == [None] * 5
+    assert [output.confidence_score for output in outputs if not output.draft_tok] == [None] * 6
     assert [output.token_logprobs for output in outputs[:7]] == [-11, -12, -13, -21, -22, -31, -1]
     assert [(output.finished, output.finish_reason) for output in outputs[:7]] == [(False, "")] * 6 + [(True, "stop")]
     assert all(output.max_num_batched_tokens == 64 and output.prompt_len == 3 for output in outputs)
-    failed = outputs[7]
-    assert (failed.request_id, failed.finish_reason, failed.token_id) == ("bad", "logits_not_finite", 7)
-    assert failed.message == "request bad: no distribution"
+    assert [(*seen(output), output.finish_reason, output.message) for output in outputs[7:]] == [
+        ("bad", 7, 2, 0, 0, "logits_not_finite", "request bad: no distribution"),
+        ("late", 51, 2, 3, 2, "", ""),
+        ("late", 51, 3, 0, 0, "logits_not_finite", "request late: no distribution"),
+    ]
 
 
 def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:

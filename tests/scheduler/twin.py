@@ -172,7 +172,8 @@ class Twin:
                 assert not finished[row], "an ended sequence takes nothing"
                 assert sequence.output_token_ids[lengths[row] :] == tokens[row, :number].tolist()
                 assert number or sequence.status == SequenceStatus.FINISHED_FAILED
-                if not number:
+                assert finite[row] or sequence.status.finished
+                if not finite[row]:
                     self.device.distrust(sequence, *at_hand[sequence])
                 lengths[row] += number
                 if sequence.status.finished:
