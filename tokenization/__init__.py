@@ -1,4 +1,4 @@
-"""Text -> int32 ids, ids -> text, and what the model derives from ids (model.md §7, DB §3). Never jax."""
+"""Text and pictures -> int32 ids and roles, and back; what models derive from ids (model.md §7, DB §3–4). No jax."""
 
 from .compressed_vocabulary import (
     CompressedTokenizer,
@@ -14,6 +14,9 @@ from .engram_hash import (
     ngram_rows,
     ngram_windows,
 )
+from .image_layout import ImageLayout
+from .image_opening import ImageError, ImageSource, open_image
+from .image_processor import ImageProcessor, ProcessedImage
 from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
 from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
 from .release_policy import SPAN_TOKENS, apply_release_policy, release_rules
@@ -24,7 +27,12 @@ __all__ = [
     "SPAN_TOKENS",
     "CompressedTokenizer",
     "CompressedVocabulary",
+    "ImageError",
+    "ImageLayout",
+    "ImageProcessor",
+    "ImageSource",
     "ImageTokenOffset",
+    "ProcessedImage",
     "TokenType",
     "apply_release_policy",
     "compress_vocabulary",
@@ -37,6 +45,7 @@ __all__ = [
     "load_unrepaired_tokenizer",
     "ngram_rows",
     "ngram_windows",
+    "open_image",
     "release_rules",
     "tokenizer_compatibility",
 ]
