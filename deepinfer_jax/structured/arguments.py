@@ -87,8 +87,13 @@ def so_args_of(response_format: Any) -> dict[str, Any] | None:
     strict = wanted.get("strict") or False
     if not isinstance(strict, bool):
         raise ValueError(f"response_format: strict must be true or false, got {strict!r}")
-    schema = wanted["schema"] if strict else checked_schema(wanted["schema"], closed=False)
-    so_args = {"schema_type": "json", "schema": json.dumps(schema)}
+    try:
+        text = json.dumps(wanted["schema"])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"response_format: the schema is no JSON: {error}") from None
+    if not strict:
+        text = json.dumps(checked_schema(parsed_schema(text), closed=False))
+    so_args = {"schema_type": "json", "schema": text}
     structured_args(so_args)
     return so_args
 

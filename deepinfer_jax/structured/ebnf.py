@@ -20,12 +20,16 @@ from deepinfer_jax.structured.nodes import (
     Text,
     all_but,
     calls,
+    depth,
     joined_ranges,
 )
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "b": "\b", "0": "\0"}
 _HEX = {"x": 2, "u": 4, "U": 8}
 _MAX_REPEATS = 10_000
+_MAX_DEPTH = 300
+"""Parts within each other, through all rules, which the grammar library follows by recursion: some thousands overflow
+its stack, and end the process."""
 
 
 def parse_ebnf(text: str) -> Mapping[str, Node]:
@@ -34,13 +38,22 @@ def parse_ebnf(text: str) -> Mapping[str, Node]:
     Raises ValueError, with line and column, for text that is no grammar; for a rule that is called and not there, given
     twice, or given and never reached with a name like one that is not there; and if there is no rule `root`.
     """
-    rules = _Parser(text).rules()
+    try:
+        rules = _Parser(text).rules()
+        _check(rules)
+    except RecursionError:
+        raise ValueError("the EBNF grammar is nested too deeply") from None
+    return rules
+
+
+def _check(rules: Mapping[str, Node]) -> None:
     if "root" not in rules:
         raise ValueError(f"the EBNF grammar has no rule 'root'; its rules are {', '.join(rules) or 'none'}")
     for name, node in rules.items():
         if missing := sorted({call for call in calls(node) if call not in rules}):
             raise ValueError(f"the EBNF rule {name!r} uses {', '.join(map(repr, missing))}, which is not there")
-    return rules
+    if depth(Call("root"), rules, {}) > _MAX_DEPTH:
+        raise RecursionError
 
 
 class _Parser:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import llguidance
+import numpy as np
 
 from deepinfer_jax.structured.arguments import StructuredArgs
 from deepinfer_jax.structured.ebnf import parse_ebnf
@@ -49,9 +50,16 @@ def compile_grammar(args: StructuredArgs, vocabulary: GrammarVocabulary) -> Comp
             grammar = library.grammar_from_regex(args.schema)
         case "ebnf":
             markers = {spelling: token for spelling, token in vocabulary.markers.items() if token != vocabulary.eos}
-            grammar = library.grammar_from_lark(lark_grammar(parse_ebnf(args.schema), markers))
+            try:
+                text = lark_grammar(parse_ebnf(args.schema), markers)
+            except RecursionError:
+                raise GrammarError("the EBNF grammar is nested too deeply") from None
+            grammar = library.grammar_from_lark(text)
     limits = llguidance.LLParserLimits(verbose_errors=False)  # otherwise errors hold the whole grammar and its state
     matcher = library(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():  # the first mask may take seconds, and those of copies then do not
+        mask = np.empty(vocabulary.num_words, np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if error := library_error(matcher):
         raise GrammarError(f"the {args.schema_type} grammar cannot be used: {error}")
     return CompiledGrammar(vocabulary, matcher, _BYTES + _BYTES_PER_CHARACTER * len(grammar))
@@ -60,4 +68,5 @@ def compile_grammar(args: StructuredArgs, vocabulary: GrammarVocabulary) -> Comp
 def library_error(matcher: Any) -> str:
     """Why a matcher of the library is dead, "" if it is not."""
     error = matcher.get_error() if matcher.is_error() else ""
-    return str(error).removesuffix("<non-verbose/>").strip()
+    error = str(error).removesuffix("<non-verbose/>").strip()
+    return "no token of the vocabulary goes on with this text" if error == "NoExtensionBias" else error

@@ -65,7 +65,7 @@ def _text(node: Node, names: Mapping[str, str], lexemes: list[str]) -> str:
             return names[name]
         case Characters(ranges):
             return f"/[{''.join(f'\\x{{{low:x}}}-\\x{{{high:x}}}' for low, high in _without_surrogates(ranges))}]/"
-        case Text("") | Row(()):
+        case Text("") | Row(()) | Repeat(_, _, 0):  # the library refuses {0,0}
             return '""'
         case Text(value):
             return "/" + "".join(f"\\x{{{ord(character):x}}}" for character in value) + "/"

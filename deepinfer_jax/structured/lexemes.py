@@ -6,7 +6,7 @@ and slow; so each part is first taken whole, and the parts that go on with a byt
 another one are taken apart, until no such pair is left.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -66,15 +66,28 @@ def automaton(node: Node, rules: Mapping[str, Node]) -> Automaton | None:
 
 def same_texts(left: Automaton, right: Automaton) -> set[tuple[int, int]]:
     """All pairs of positions at which both may be after one and the same text."""
-    open_pairs = list(product(left.first, right.first))
-    found: set[tuple[int, int]] = set()
-    while open_pairs:
-        pair = open_pairs.pop()
-        if pair in found or not left.bytes[pair[0]] & right.bytes[pair[1]]:
-            continue
-        found.add(pair)
-        open_pairs += set(product(left.follow[pair[0]], right.follow[pair[1]])) - found
-    return found
+    # Sets of right positions are bits of one integer: pairs one by one would take minutes where hundreds of parts are
+    # optional.
+    alike = [_bits(i for i, own in enumerate(right.bytes) if own & mask) for mask in left.bytes]
+    follow = [_bits(positions) for positions in right.follow]
+    found = [0] * len(left.bytes)
+    new = [0] * len(left.bytes)
+    first = _bits(right.first)
+    for position in left.first:
+        new[position] = first & alike[position]
+    open_positions = set(left.first)
+    while open_positions:
+        position = open_positions.pop()
+        following = 0
+        for other in _positions(new[position]):
+            following |= follow[other]
+        found[position] |= new[position]
+        new[position] = 0
+        for after in left.follow[position]:
+            if more := following & alike[after] & ~found[after]:
+                new[after] |= more
+                open_positions.add(after)
+    return {(position, other) for position, others in enumerate(found) for other in _positions(others)}
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,17 @@ def lead_bytes(ranges: Iterable[tuple[int, int]]) -> int:
                 bottom, top = lead | (max(low, start) >> shift), lead | (min(high, end) >> shift)
                 mask |= (1 << (top + 1)) - (1 << bottom)
     return mask
+
+
+def _bits(positions: Iterable[int]) -> int:
+    return sum(1 << position for position in positions)
+
+
+def _positions(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
 
 
 class _Builder:

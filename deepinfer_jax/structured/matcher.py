@@ -108,5 +108,4 @@ class Matcher:
 
     def _error(self) -> str:
         """Why the grammar is of no use any more, "" if it is."""
-        error = library_error(self._grammar)
-        return "no token of the vocabulary goes on with this text" if error == "NoExtensionBias" else error
+        return library_error(self._grammar)

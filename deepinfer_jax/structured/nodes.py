@@ -1,5 +1,6 @@
 """What the rules of a grammar are made of."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_CHARACTER = 0x10FFFF
@@ -77,6 +78,26 @@ def calls(node: Node) -> set[str]:
             return calls(part)
         case _:
             return set()
+
+
+def depth(node: Node, rules: Mapping[str, Node], known: dict[str, int]) -> int:
+    """How many parts lie within each other at most, in the node and the rules that it uses.
+
+    Arguments:
+        known: of each rule; 0 while it is looked at, as it may lead back to itself. Filled here.
+    """
+    match node:
+        case Call(name):
+            if name not in known:
+                known[name] = 0
+                known[name] = depth(rules[name], rules, known)
+            return 1 + known[name]
+        case Row(parts) | Choice(parts):
+            return 1 + max([depth(part, rules, known) for part in parts], default=0)
+        case Repeat(part):
+            return 1 + depth(part, rules, known)
+        case _:
+            return 1
 
 
 def joined_ranges(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ everything; and of those that it knows and cannot enforce it names the first, wi
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,6 +33,9 @@ _NAMES_OF_OTHERS = ("propertyNames", "unevaluatedProperties", "unevaluatedItems"
 _DYNAMIC = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
 UNENFORCED = frozenset((*_CONDITIONS, *_COUNTS, *_NAMES_OF_OTHERS, *_DYNAMIC))
 _BRANCHES = ("anyOf", "oneOf", "allOf")
+_MAX_DEPTH = 300
+"""Schemas within each other, which the grammar library follows by recursion: some thousands overflow its stack, and end
+the process."""
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
 _OBJECT_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
 
@@ -59,8 +62,11 @@ def checked_schema(schema: Any, *, closed: bool) -> Any:
     unknown or that no grammar here enforces.
     """
     try:
-        if problems := list(_problems(schema, "#", old=_is_old(schema))):
+        places = dict(_places(schema, "#"))
+        if problems := list(_problems(schema, "#", places, old=_is_old(schema))):
             raise ValueError("the JSON Schema cannot be enforced: " + "; ".join(problems))
+        if _depth(schema, places, {}) > _MAX_DEPTH:
+            raise RecursionError
         result = copy.deepcopy(schema)
         joint_refs = _joint_refs(schema)
         for _, part, joint in list(_walk(result, joint_refs)):
@@ -72,7 +78,7 @@ def checked_schema(schema: Any, *, closed: bool) -> Any:
         raise ValueError("the JSON Schema is nested too deeply to be read") from None
 
 
-def _problems(schema: Any, place: str, *, old: bool) -> Iterator[str]:
+def _problems(schema: Any, place: str, places: Mapping[str, Any], *, old: bool) -> Iterator[str]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -90,8 +96,8 @@ def _problems(schema: Any, place: str, *, old: bool) -> Iterator[str]:
         elif key == "items" and isinstance(value, list):
             if not old:
                 yield f"'items' at {place} is a list; that is called 'prefixItems' since draft 2020-12"
-            for index, part in enumerate(value):
-                yield from _problems(part, f"{place}/{key}/{index}", old=old)
+        elif key == "$ref" and isinstance(value, str) and unquote(value) not in places:
+            yield f"'$ref' at {place} leads to {value!r}, and there is no schema; put it into '$defs'"
     if problem := _lost_bound(schema):
         yield f"{problem} at {place} is not supported"
     for key, name, part in _parts(schema):
@@ -100,7 +106,34 @@ def _problems(schema: Any, place: str, *, old: bool) -> Iterator[str]:
         elif key in _MAPS and not isinstance(schema[key], dict):
             yield f"{key!r} at {place} must be an object of schemas and is {_short(schema[key])}"
         else:
-            yield from _problems(part, _within(place, key, name), old=old)
+            yield from _problems(part, _within(place, key, name), places, old=old)
+
+
+def _places(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Every schema within one, itself first, by its place and by the name that `$anchor` gives it."""
+    yield place, schema
+    if isinstance(schema, dict) and "$anchor" in schema:
+        yield f"#{schema['$anchor']}", schema
+    for key, name, part in _parts(schema) if isinstance(schema, dict) else ():
+        yield from _places(part, _within(place, key, name))
+
+
+def _depth(schema: Any, places: Mapping[str, Any], known: dict[str, int]) -> int:
+    """How many schemas lie within each other at most, those included that a `$ref` leads to.
+
+    Arguments:
+        known: of each place that a `$ref` leads to; 0 while it is looked at. Filled here.
+    """
+    if not isinstance(schema, dict):
+        return 1
+    depths = [_depth(part, places, known) for key, _, part in _parts(schema) if key not in ("$defs", "definitions")]
+    if isinstance(ref := schema.get("$ref"), str):
+        target = unquote(ref)
+        if target not in known:
+            known[target] = 0
+            known[target] = _depth(places[target], places, known)
+        depths.append(known[target])
+    return 1 + max(depths, default=0)
 
 
 def _lost_bound(schema: dict[str, Any]) -> str | None:
@@ -125,13 +158,13 @@ def _lost_bound(schema: dict[str, Any]) -> str | None:
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
     """The schemas directly within one: keyword, name or index there if there are several, schema."""
     for key, value in schema.items():
-        if key in _LISTS and isinstance(value, list):
+        if key in (*_LISTS, "items") and isinstance(value, list):
             for index, part in enumerate(value):
                 yield key, index, part
         elif key in _MAPS and isinstance(value, dict):
             for name, part in value.items():
                 yield key, name, part
-        elif (key in _ONE and not isinstance(value, list)) or key in _LISTS or key in _MAPS:
+        elif key in _ONE or key in _LISTS or key in _MAPS:
             yield key, None, value
 
 

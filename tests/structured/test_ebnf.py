@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -10,9 +11,14 @@ from hypothesis import strategies as st
 from walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
 from deepinfer_jax.structured.ebnf import parse_ebnf
+from deepinfer_jax.structured.lark import lark_grammar
 from deepinfer_jax.structured.nodes import Call, Characters, Choice, Node, Repeat, Row, Text
 
+CHAIN = "r0" + "".join(f'\nr{i} ::= "a" r{i + 1}?' for i in range(4000))
+"""The library follows these calls by recursion: its stack would overflow, and end the process."""
+
 CORPUS = {
+    "none": 'root ::= "a"{0} "b" ("(" root ")" root{0,0})?',
     "counted": 'root ::= ([0-9]{1,3})? "."',
     "exactly": 'root ::= "a"{2} [bc]{0,2} "d"{1,}',
     "greedy": 'root ::= [a-c]+ "c" root2?\nroot2 ::= "(" root ")"',
@@ -146,6 +152,13 @@ def test_the_spelling_of_a_marker_is_its_token() -> None:
     assert not takes(matcher("ebnf", grammar), "<｜DSML｜a>")  # letter by letter it is not the marker
 
 
+def test_hundreds_of_optional_parts_beside_a_recursion_are_cut_in_a_moment() -> None:
+    optional = " ".join(['"a"?'] * 200)
+    start = time.perf_counter()
+    lark_grammar(parse_ebnf(f'root ::= "(" root ")" {optional}'), {})
+    assert time.perf_counter() - start < 20  # 0.4 s; pair by pair it would be minutes
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -165,6 +178,8 @@ def test_the_spelling_of_a_marker_is_its_token() -> None:
         ('root = "a"', "expected '::='"),
         ('root ::= "a" )', "expected the end of the rule"),
         ("", "its rules are none"),
+        pytest.param(f"root ::= {'(' * 9999}", "nested too deeply", id="brackets"),
+        pytest.param(f'root ::= {CHAIN}\nr4000 ::= "b"', "nested too deeply", id="chain"),
     ],
 )
 def test_what_is_no_grammar_is_said_with_its_place(grammar: str, message: str) -> None:

@@ -1,5 +1,7 @@
 """The matcher: one token at a time and with drafts, triggers, ends, copies, and the masks' bits."""
 
+import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -176,7 +178,21 @@ def test_copies_go_their_own_way() -> None:
 
 def test_a_grammar_that_no_token_can_spell_is_an_error() -> None:
     few = grammar_vocabulary(tokenizer(120), 120, EOS)  # ASCII only
-    args = structured_args({"schema_type": "regex", "schema": "é|か"})
+    with pytest.raises(GrammarError, match="the regex grammar cannot be used: no token of the vocabulary"):
+        compile_grammar(structured_args({"schema_type": "regex", "schema": "é|か"}), few)
+    args = structured_args({"schema_type": "regex", "schema": "a(é|か)"})
     one = Matcher(compile_grammar(args, few), args)
+    one.accept(few.tokenizer.tokenize_str("a"))
     with pytest.raises(GrammarError, match="no token of the vocabulary"):
         one.fill_masks([], np.zeros((1, few.num_words), np.uint32))
+
+
+def test_the_first_mask_is_made_when_the_grammar_is_compiled() -> None:
+    """It may take seconds, which the engine's thread has not; what is wrong with it is wrong with the grammar."""
+    slow = structured_args({"schema_type": "regex", "schema": "(a{1000}){1000}"})
+    start = time.perf_counter()
+    grammar = compile_grammar(slow, vocabulary())
+    compiled = time.perf_counter()
+    with contextlib.suppress(GrammarError):
+        Matcher(grammar, slow).fill_masks([], np.zeros((1, vocabulary().num_words), np.uint32))
+    assert time.perf_counter() - compiled < 0.5 * (compiled - start)

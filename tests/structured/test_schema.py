@@ -1,6 +1,7 @@
 """JSON Schemas: what comes out validates, by another library; what cannot be enforced is said at once."""
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -232,10 +233,14 @@ def test_annotations_and_the_names_of_properties_are_no_keywords() -> None:
         ('{"properties": []}', "'properties' at # must be an object of schemas"),
         ('{"items": [{}]}', "'items' at # is a list; that is called 'prefixItems'"),
         ('{"x-guidance": {"lenient": true}}', "'x-guidance' at # is not supported"),
+        ('{"$ref": "#/$defs/none"}', "'$ref' at # leads to '#/$defs/none', and there is no schema"),
+        ('{"$ref": "#name"}', "leads to '#name', and there is no schema"),
+        ('{"$ref": "https://example.com/x"}', "and there is no schema"),
+        ('{"$schema": "draft-07", "items": [{"maxLenght": 1}]}', "'maxLenght' at #/items/0"),
     ],
 )
 def test_what_is_no_schema_is_refused(schema: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         structured_args({"schema_type": "json", "schema": schema})
 
 
@@ -245,13 +250,55 @@ def test_what_is_no_schema_is_refused(schema: str, message: str) -> None:
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "format": "colour"}, "Unknown format: colour"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
-        ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ],
 )
 def test_what_the_library_finds_wrong_is_passed_on(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         matcher("json", schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"x-defs": {"a": {"maxLenght": 1}}, "$ref": "#/x-defs/a"}, "#/x-defs/a"),
+        ({"default": {"maxLenght": 1}, "$ref": "#/default"}, "#/default"),
+        ({"properties": {"a": {"const": {"maxLenght": 1}}}, "items": {"$ref": "#/properties/a/const"}}, "a/const"),
+    ],
+)
+def test_a_reference_leads_to_no_schema_that_was_not_checked(schema: Any, place: str) -> None:
+    with pytest.raises(ValueError, match=rf"leads to '.*{place}', and there is no schema"):
+        structured_args({"schema_type": "json", "schema": json.dumps(schema)})
+
+
+def test_references_by_place_and_by_name_are_followed() -> None:
+    definitions = {"a b": {"type": "null"}, "c/d": {"const": 1}, "e": {"$anchor": "name", "const": 2}}
+    refs = ["#/$defs/a%20b", "#/$defs/c~1d", "#name", "#/$defs/e"]
+    schema = {"prefixItems": [{"$ref": ref} for ref in refs], "minItems": 4, "type": "array", "$defs": definitions}
+    assert takes(matcher("json", schema), "[null,1,2,2]")
+    assert not takes(matcher("json", schema), "[null,1,1,2]")
+
+
+def test_objects_in_the_lists_of_old_drafts_are_closed_too() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"properties": {"a": {}}}]}
+    (item,) = checked_schema(schema, closed=True)["items"]
+    assert item["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("length", [100, 4000])
+def test_long_chains_of_references_are_refused(length: int, anchored: bool) -> None:
+    """The library follows them by recursion: its stack would overflow, and end the process."""
+    definitions: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    if anchored:
+        definitions = {f"d{i}": {"$anchor": f"n{i}", "$ref": f"#n{i + 1}"} for i in range(length)}
+    definitions[f"d{length}"] = {"$anchor": f"n{length}", "type": "null"}
+    schema = {"$defs": definitions, "$ref": "#/$defs/d0"}
+    if length > 300:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            checked_schema(schema, closed=True)
+    else:
+        assert takes(matcher("json", schema), "null")
 
 
 @pytest.mark.parametrize("low", (0, 1, 2.5, -1, -3))
@@ -287,6 +334,8 @@ def test_a_marker_is_never_part_of_a_string_but_its_letters_may_be() -> None:
 
 
 def test_response_formats() -> None:
+    circle: dict[str, Any] = {}
+    circle["items"] = circle
     assert so_args_of(None) is None
     assert so_args_of({"type": "text"}) is None
     anything = so_args_of({"type": "json_object"})
@@ -298,6 +347,12 @@ def test_response_formats() -> None:
         ({"type": "json_schema", "json_schema": {}}, "needs"),
         ({"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}, "strict must be true or false"),
         ({"type": "json_schema", "json_schema": {"schema": {"maxLenght": 3}}}, "did you mean 'maxLength'"),
+        ({"type": "json_schema", "json_schema": {"schema": {1: 2}}}, "unknown keyword '1'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": [{1}]}}},
+            "is no JSON: Object of type set",
+        ),
+        ({"type": "json_schema", "json_schema": {"schema": circle}}, "the schema is no JSON: Circular"),
     ):
         with pytest.raises(ValueError, match=message):
             so_args_of(wrong)
