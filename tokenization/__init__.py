@@ -19,6 +19,7 @@ from .image_opening import ImageError, ImageSource, open_image
 from .image_processor import ImageProcessor, ProcessedImage
 from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
 from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
+from .multimodal_processor import ImageInput, ImagePrompt, MultimodalProcessor, TextLengthInput
 from .release_policy import SPAN_TOKENS, apply_release_policy, release_rules
 
 __all__ = [
@@ -28,11 +29,15 @@ __all__ = [
     "CompressedTokenizer",
     "CompressedVocabulary",
     "ImageError",
+    "ImageInput",
     "ImageLayout",
     "ImageProcessor",
+    "ImagePrompt",
     "ImageSource",
     "ImageTokenOffset",
+    "MultimodalProcessor",
     "ProcessedImage",
+    "TextLengthInput",
     "TokenType",
     "apply_release_policy",
     "compress_vocabulary",
