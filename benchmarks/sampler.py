@@ -95,7 +95,7 @@ def main() -> None:
             programs[name] = functools.partial(
                 chosen, logits, rows, tables=tables, wants_top=jnp.asarray(name == "top lists")
             )
-        drafts = DraftRows(*jax.jit(draw_draft)(logits[:, ::-1], wanted["temperature"]))
+        drafts = DraftRows(*jax.jit(functools.partial(draw_draft, place=0))(logits[:, ::-1], wanted["temperature"]))
         programs["drafts"] = functools.partial(
             chosen, logits, wanted["temperature"], tables=tables, drafts=drafts, wants_top=jnp.asarray(False)
         )

@@ -15,6 +15,7 @@ from drafting import drafts
 from real_model import generate, long_golden_a, requests, what_forward_says
 
 from deepinfer_jax import LLM
+from deepinfer_jax.engine.environ import env
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PRECISION = "float32_exact"
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path, num_drafts: int, **options: Any) -> LLM:
     with drafts(num_drafts):
-        return LLM(folder, precision=PRECISION, decode_sequence=False, **SMALL | options)
+        return LLM(folder, decode_sequence=False, **{"precision": PRECISION} | SMALL | options)
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +81,22 @@ def test_also_where_drafts_are_accepted(folder: Path, monkeypatch: pytest.Monkey
         assert one_by_one == expected
         assert crowded.llm_engine.stats()["num_preemptions"] > 0
         assert crowded.llm_engine.stats()["mean_accepted_length"] > 1.3
+
+
+@pytest.mark.slow
+def test_batch_invariance_makes_greedy_tokens_exact_in_the_released_precision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roundings that depend on how many rows a step has would flip tokens here; with the switch on there are none."""
+    monkeypatch.setattr("deepinfer_jax.engine.loading.load_params", agreeing_load)
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    env.rearm()
+    try:
+        plain, drafting = (engine(folder, num_drafts, precision="reference") for num_drafts in (0, 5))
+    finally:
+        monkeypatch.undo()
+        env.rearm()
+    prompts, params = requests(LENGTHS[4:9], greedy=True)
+    assert generate(drafting, prompts, params) == generate(plain, prompts, params)
+    stats = drafting.llm_engine.stats()
+    assert stats["num_preemptions"] > 0 and stats["mean_accepted_length"] > 1.3 and stats["num_wasted_rows"] > 100
