@@ -66,7 +66,7 @@ def compile_grammar(args: StructuredArgs, vocabulary: GrammarVocabulary) -> Comp
 
 
 def library_error(matcher: Any) -> str:
-    """Why a matcher of the library is dead, "" if it is not."""
+    """Why a matcher of the library is dead, in one line, "" if it is not."""
     error = matcher.get_error() if matcher.is_error() else ""
-    error = str(error).removesuffix("<non-verbose/>").strip()
+    error = " ".join(str(error).removesuffix("<non-verbose/>").split())
     return "no token of the vocabulary goes on with this text" if error == "NoExtensionBias" else error

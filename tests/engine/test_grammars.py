@@ -2,7 +2,7 @@
 
 import json
 import re
-import time
+import threading
 from typing import Any
 
 import jsonschema
@@ -178,51 +178,56 @@ def test_a_forced_token_that_the_grammar_does_not_allow_ends_the_request() -> No
 class Held:
     """Compiles nothing until it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        real = pool.compile_grammar
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, self.may = pool.compile_grammar, threading.Event()
 
         def compile_grammar(args, vocabulary):
-            time.sleep(seconds)
+            assert self.may.wait(120)
             return real(args, vocabulary)
 
         monkeypatch.setattr(pool, "compile_grammar", compile_grammar)
 
 
 def test_an_idle_engine_waits_for_a_grammar_without_spinning_and_runs_others_meanwhile(monkeypatch) -> None:
-    Held(monkeypatch, 0.5)
+    held = Held(monkeypatch)
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     engine.add_request("user", "free", greedy(4), random_prompt(3))
-    order, steps, begin = [], 0, time.monotonic()
+    order, steps = [], 0
+    while len(order) < 4:
+        order += [output.request_id for output in engine.step()]
+    assert order == ["free"] * 4
+    threading.Timer(0.5, held.may.set).start()
     while engine.has_unfinished_requests():
         order += [output.request_id for output in engine.step()]
         steps += 1
-    assert order[:4] == ["free"] * 4 and order[4:] == ["a"] * (len(order) - 4)
-    assert time.monotonic() - begin > 0.4
-    assert steps < 150  # a step of the toy takes less than a millisecond
+    assert order[4:] == ["a"] * (len(order) - 4) and len(order) > 4
+    assert steps < 150  # half a second of steps that wait for nothing would be thousands
     engine._scheduler.check_idle()
 
 
 def test_a_grammar_that_is_late_ends_its_request(monkeypatch) -> None:
-    Held(monkeypatch, 3)
+    held = Held(monkeypatch)
     monkeypatch.setenv("DEEPINFER_XGRAMMAR_TIMEOUT", "1")
     env.rearm()
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     (output,) = run(engine)["a"]
     assert "not ready within 1 s (DEEPINFER_XGRAMMAR_TIMEOUT)" in output.message
+    held.may.set()
     monkeypatch.undo()
     rearm()
 
 
 def test_a_request_may_be_aborted_while_its_grammar_is_compiled(monkeypatch) -> None:
-    Held(monkeypatch, 0.3)
+    held = Held(monkeypatch)
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     engine.step()
     assert engine.abort_request("a") == (1, 3)
     (output,) = run(engine)["a"]
     assert output.finish_reason == "abort"
+    held.may.set()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     assert tokens(run(engine)["a"]) == constrained_twin(random_prompt(3), GRAMMARS["regex"], 20)
 
@@ -255,13 +260,14 @@ def test_a_step_that_fails_leaves_those_that_wait_for_their_grammar(monkeypatch)
     engine.add_request("user", "lost", greedy(so_args=GRAMMARS["json"]), random_prompt(3))
     while not any(output.request_id == "lost" for output in engine.step()):
         pass
-    Held(monkeypatch, 0.2)
+    held = Held(monkeypatch)
     engine.add_request("user", "kept", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "decode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             for _ in range(5):
                 engine.step()
+    held.may.set()
     found = run(engine)
     assert found["lost"][-1].finish_reason == "abort"
     assert tokens(found["kept"]) == constrained_twin(random_prompt(3), GRAMMARS["regex"], 20)

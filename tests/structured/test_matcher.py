@@ -1,7 +1,5 @@
 """The matcher: one token at a time and with drafts, triggers, ends, copies, and the masks' bits."""
 
-import contextlib
-import time
 from typing import Any
 
 import numpy as np
@@ -185,14 +183,3 @@ def test_a_grammar_that_no_token_can_spell_is_an_error() -> None:
     one.accept(few.tokenizer.tokenize_str("a"))
     with pytest.raises(GrammarError, match="no token of the vocabulary"):
         one.fill_masks([], np.zeros((1, few.num_words), np.uint32))
-
-
-def test_the_first_mask_is_made_when_the_grammar_is_compiled() -> None:
-    """It may take seconds, which the engine's thread has not; what is wrong with it is wrong with the grammar."""
-    slow = structured_args({"schema_type": "regex", "schema": "(a{1000}){1000}"})
-    start = time.perf_counter()
-    grammar = compile_grammar(slow, vocabulary())
-    compiled = time.perf_counter()
-    with contextlib.suppress(GrammarError):
-        Matcher(grammar, slow).fill_masks([], np.zeros((1, vocabulary().num_words), np.uint32))
-    assert time.perf_counter() - compiled < 0.5 * (compiled - start)

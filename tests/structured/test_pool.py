@@ -72,10 +72,8 @@ def test_whatever_goes_wrong_in_the_thread_fails_the_request_only(monkeypatch: p
 
 def test_submitting_and_looking_never_wait(slow: Slow) -> None:
     grammars = make_pool()
-    begin = time.monotonic()
     pending = [grammars.submit(StructuredArgs("regex", f"a{{{n}}}")) for n in range(20)]
-    assert all(each.matcher() is None for each in pending)
-    assert time.monotonic() - begin < 5
+    assert all(each.matcher() is None for each in pending)  # none can be ready before it may
     slow.may.set()
     assert all(ready(grammars, each) for each in pending)
     grammars.close()

@@ -56,5 +56,6 @@ def test_what_is_allowed_is_what_python_matches(pattern: str) -> None:
     ],
 )
 def test_what_the_library_cannot_do_is_said(pattern: str, reason: str) -> None:
-    with pytest.raises(GrammarError, match=reason):
+    with pytest.raises(GrammarError, match=reason) as error:
         matcher("regex", pattern)
+    assert "\n" not in str(error.value)
