@@ -28,9 +28,7 @@ MID_DRAFTS = {
     "num_nextn_predict_layers": 3,
     "dspark_block_size": 5,
     "dspark_target_layer_ids": [5, 6, 7],
-    "dspark_markov_rank": 64,
-    "dspark_n_routed_experts": 16,
-    "dspark_num_experts_per_tok": 2,
+    "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 0, 0, 0],
 }
 _SILENT = re.compile(r"(attn\.wo_b|w2|engram\.wkv|mtp\.\d+\.norm)\.weight")
 

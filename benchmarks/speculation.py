@@ -3,7 +3,7 @@
     python benchmarks/speculation.py            # some minutes on 2 cores; needs a checkout (tests/golden)
     python benchmarks/speculation.py --model A --concurrency 1 8
 
-The rate counts all output tokens of greedy requests that only decode; × none: against no drafts in the same run.
+The rate counts all output tokens of greedy requests that only decode; × first: against the first number of drafts.
 """
 
 import argparse
@@ -45,10 +45,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--drafts", nargs="+", type=int, default=list(range(6)))
     parser.add_argument("--precision", default="float32")
     arguments = parser.parse_args()
     print(
-        f"{'model':6}{'concurrency':>12}  {'draft':8}{'drafts':>7}{'tok/s':>9}{'× none':>8}{'tokens/step':>13}",
+        f"{'model':6}{'concurrency':>12}  {'draft':8}{'drafts':>7}{'tok/s':>9}{'× first':>8}{'tokens/step':>13}",
         flush=True,
     )
     for name in arguments.model:
@@ -56,7 +57,7 @@ def main() -> None:
             with drafted_model(name, agrees=agrees) as folder:
                 for concurrency in arguments.concurrency:
                     plain = 0.0
-                    for drafts in range(6):
+                    for drafts in arguments.drafts:
                         rate, accepted = decode_rate(folder, drafts, concurrency, arguments.precision)
                         plain = plain or rate
                         row = f"{name:6}{concurrency:12}  {'agrees' if agrees else 'never':8}{drafts:7}"
