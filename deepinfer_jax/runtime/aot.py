@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config import ModelConfig, parse_config
 from deepinfer_jax.kernels.aot import (
     GPUS,
     TRITON_CALL,
@@ -61,6 +61,17 @@ def copied_pools(compiled: str, pools: Any) -> list[str]:
     return found
 
 
+def num_drafts(config: ModelConfig) -> int:
+    """As many as the model can."""
+    return config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
+
+
+def bucket_of(kind: Kind, config: ModelConfig) -> Bucket:
+    """The shape of the step that is compiled."""
+    bucket = BUCKETS[kind]
+    return dataclasses.replace(bucket, time=1 + num_drafts(config)) if kind == "decode" else bucket
+
+
 def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]:
     """Compile one program in this process: {"seconds", "temp_bytes"}.
 
@@ -70,11 +81,7 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
-    # With drafts, as many as the model can.
-    drafts = config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
-    shape, bucket = dataclasses.replace(SHAPE, rollback=drafts), BUCKETS[kind]
-    if kind == "decode":
-        bucket = dataclasses.replace(bucket, time=1 + drafts)
+    shape, bucket = dataclasses.replace(SHAPE, rollback=num_drafts(config)), bucket_of(kind, config)
     program, arguments = step_program(model, kind, shape, bucket, "gpu")
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
     text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache
@@ -102,8 +109,10 @@ def main(arguments: list[str]) -> int:
     if not has_cuda_plugin():
         return 1
     failures = 0
+    config = parse_config(json.loads(Path(options.config).read_text()))
     for gpu in gpus:
-        for kind, bucket in BUCKETS.items():
+        for kind in BUCKETS:
+            bucket = bucket_of(kind, config)
             result = run_child(__spec__.name, options.config, "--gpu", gpu.name, "--child", kind)
             failures += not print_result(f"{kind} step", f"{bucket.rows} x {bucket.time}", gpu, result)
     print(f"{failures} failed" if failures else "all compiled", flush=True)
