@@ -52,7 +52,9 @@ class FragileModel:
     def advance(self, params: Array, cache: dict[str, Any], batch: StepBatch) -> Advanced:
         hidden, lengths, toy = TOY.advance(params, cache["toy"], batch)
         block, history = extend_history(cache["block"], batch, jnp.zeros(batch.tokens.shape))
-        read = at_new_tokens(jnp.cumsum(history, axis=1), batch) + rows_before(cache["slot"], batch, 1)
+        read = at_new_tokens(jnp.cumsum(history, axis=1), batch) + rows_before(
+            cache["slot"], batch.slots, batch.starts, 1
+        )
         spoiled = jnp.where(jnp.isnan(read)[..., None], NUM_STATES, hidden)
         cache = {"toy": toy, "block": block, "slot": write_rows(cache["slot"], batch, read)}
         return Advanced(spoiled, lengths, cache)

@@ -122,4 +122,6 @@ def check(outputs: list[RequestOutput], prompt: list[int], params: SamplingParam
     for output in given:
         asked = params.prompt_logprobs and output.num_output_tokens == 1
         assert len(output.prompt_logprobs) == (len(prompt) - 1 if asked else 0)
-        assert len(output.top_token_ids) == params.top_logprobs
+        listed = output.top_token_ids[: params.top_logprobs]
+        extra = [output.token_id] if params.top_logprobs and output.token_id not in listed else []
+        assert len(listed) == params.top_logprobs and output.top_token_ids == listed + extra
