@@ -54,7 +54,7 @@ def check_case(folder: str, case: str, *, extra_requests: int) -> None:
         outputs = results[str(row)]
         assert [o.token_id for o in outputs[:-1]] == ids[row, prefill_len:].tolist()
         for step, output in enumerate(outputs):
-            assert output.top_token_ids == np.argsort(-reference[step], kind="stable")[:3].tolist()
+            assert output.top_token_ids[:3] == np.argsort(-reference[step], kind="stable")[:3].tolist()
             # 1e-4 is what the golden README demands end to end in this precision.
             np.testing.assert_allclose(output.top_logprobs, np.sort(reference[step])[::-1][:3], atol=1e-4)
             np.testing.assert_allclose(output.token_logprobs, reference[step, output.token_id], atol=1e-4)
