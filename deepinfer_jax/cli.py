@@ -18,6 +18,11 @@ from deepinfer_jax.engine.outputs import RequestOutput, answer_ids, answer_text
 
 _MAX_NUM_SEQS = 256  # more prompts than this take turns
 
+_ModelOption = Annotated[Path | None, typer.Option(help="Model folder. Default: the embedded tiny model.")]
+_FileOption = Annotated[Path | None, typer.Option(help="UTF-8 text, one prompt per line; '-' is stdin.")]
+_PrecisionOption = Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")]
+_TrustOption = Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")]
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -36,9 +41,9 @@ def main() -> None:
 
 @app.command()
 def generate(
-    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the embedded tiny model.")] = None,
+    model: _ModelOption = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
-    file: Annotated[Path | None, typer.Option(help="UTF-8 text, one prompt per line; '-' is stdin.")] = None,
+    file: _FileOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus, in (0, 1].")] = 1.0,
@@ -47,8 +52,8 @@ def generate(
     json_schema: Annotated[Path | None, typer.Option(help="File of a JSON Schema that the text must satisfy.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
-    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
-    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+    precision: _PrecisionOption = "reference",
+    trust_remote_code: _TrustOption = False,
 ) -> None:
     """Generates text. Prompts come from --prompt, --file, or lines of stdin."""
     with _errors_as_sentences():
@@ -88,12 +93,12 @@ def generate(
 
 @app.command()
 def calibrate(
-    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the embedded tiny model.")] = None,
-    file: Annotated[Path | None, typer.Option(help="UTF-8 text, one prompt per line; '-' is stdin.")] = None,
+    model: _ModelOption = None,
+    file: _FileOption = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy; acceptance depends on it.")] = 1.0,
-    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
-    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+    precision: _PrecisionOption = "reference",
+    trust_remote_code: _TrustOption = False,
 ) -> None:
     """Fits the temperatures of the draft model's confidence head to what became of its drafts.
 
@@ -127,7 +132,7 @@ def calibrate(
 @app.command()
 def check(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
-    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code of the model folder.")] = False,
+    trust_remote_code: _TrustOption = False,
 ) -> None:
     """Prints the token contract of a model folder, one line per rule. Reads JSON and the tokenizer only."""
     with _errors_as_sentences():
@@ -150,7 +155,7 @@ def plan(
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence. Default: what fits.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most running sequences, on all devices.")] = 256,
     tokens_per_block: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 128,
-    precision: Annotated[str, typer.Option(help="reference, bf16, float32 or float32_exact.")] = "reference",
+    precision: _PrecisionOption = "reference",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     compile_programs: Annotated[
         bool, typer.Option("--compile", help="Take temporaries from the compiled programs instead of a formula.")

@@ -6,7 +6,7 @@ import jax
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.loading import block_size, num_drafts, step_buckets
+from deepinfer_jax.engine.loading import num_drafts, step_buckets
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory import MemoryPlan, prefill_tokens
 from deepinfer_jax.runtime.step_program import Kind, step_program
@@ -24,7 +24,7 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
         plan: of one device; its pools and its length are those of the programs.
         args: of the engine that was planned.
     """
-    drafts = num_drafts(block_size(config), args.engine_type)
+    drafts = num_drafts(config.text.draft_block, args.engine_type)
     buckets = _buckets(config, plan, args, drafts)
     shape = CacheShape(1, plan.num_slots, plan.num_blocks, plan.tokens_per_block, drafts)
     kernels = KernelChoice.for_devices(jax.local_devices()[:1])

@@ -80,6 +80,11 @@ class TextConfig:
     dspark_n_routed_experts: int
     dspark_num_experts_per_tok: int
 
+    @property
+    def draft_block(self) -> int:
+        """Drafts of one block of the model; 0: it has no draft layers."""
+        return self.dspark_block_size if self.num_nextn_predict_layers else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:

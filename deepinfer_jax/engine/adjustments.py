@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_jax.engine.request import slot_places
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.slot_sampling import pack_edits
 from deepinfer_jax.scheduler import Sequence, StepPlan
@@ -17,8 +18,7 @@ def write_adjustments(runner: Runner, plan: StepPlan, vocab_size: int) -> None:
     if not wanted:
         return
     runner.write_adjustments(
-        data_index=np.asarray([sequence.data_index for sequence in wanted], np.int32),
-        slots=np.asarray([sequence.state_id for sequence in wanted], np.int32),
+        **slot_places(wanted),
         edits=np.stack([pack_edits(sequence.request.params.edits(sequence.prompt_len)) for sequence in wanted]),
         counts=np.stack([_counts(sequence, vocab_size) for sequence in wanted]),
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepinfer_jax.engine.constraint import Constraint
 from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.request import slot_places
 from deepinfer_jax.runtime.runner import Runner, StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, StepPlan
 from deepinfer_jax.structured import (
@@ -132,18 +133,15 @@ def look_ahead(runner: Runner, restored: list[Sequence]) -> None:
     constrained = [sequence for sequence in restored if sequence.request.constraint is not None]
     if not constrained:
         return
-    drafts = runner.drafts(
-        data_index=np.asarray([sequence.data_index for sequence in constrained], np.int32),
-        slots=np.asarray([sequence.state_id for sequence in constrained], np.int32),
-    )
+    drafts = runner.drafts(**slot_places(constrained))
     for sequence, own in zip(constrained, drafts.tolist(), strict=True):
         # Its grammar looked at this place before it was planned; if it fails now, it does when the step is booked.
         with contextlib.suppress(GrammarError):
             sequence.request.constraint.advance(sequence.output_token_ids, own)
 
 
-def write_masks(runner: Runner, plan: StepPlan) -> None:
-    """Launches the writing of the masks that the steps of a plan need; before them."""
+def write_masks(runner: Runner, plan: StepPlan) -> bool:
+    """Launches the writing of the masks that the steps of a plan need, before them; returns whether they need any."""
     rows: list[Sequence] = []
     if plan.prefill is not None:
         rows += [s for s, samples in zip(plan.prefill.sequences, plan.prefill.samples, strict=True) if samples]
@@ -152,8 +150,6 @@ def write_masks(runner: Runner, plan: StepPlan) -> None:
     masked = [sequence for sequence in rows if sequence.request.constraint is not None]
     masked = [sequence for sequence in masked if sequence.request.constraint.masked.any()]
     if masked:
-        runner.write_masks(
-            data_index=np.asarray([sequence.data_index for sequence in masked], np.int32),
-            slots=np.asarray([sequence.state_id for sequence in masked], np.int32),
-            masks=np.stack([sequence.request.constraint.masks for sequence in masked]),
-        )
+        masks = np.stack([sequence.request.constraint.masks for sequence in masked])
+        runner.write_masks(**slot_places(masked), masks=masks)
+    return bool(masked)

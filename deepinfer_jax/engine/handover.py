@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.request import slot_places
 from deepinfer_jax.params import Params
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import Sequence, blocks_for
@@ -146,9 +147,7 @@ def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, 
     """What the device and the host hold of a sequence whose results have all been read."""
     held = sequence.block_table[: blocks_for(sequence.num_tokens, tokens_per_block)]
     blocks = runner.read_blocks(sequence.data_index, held)
-    slot = runner.read_slots(
-        *(np.asarray([n], np.int32) for n in (sequence.data_index, sequence.state_id, sequence.num_tokens))
-    )
+    slot = runner.read_slots(**slot_places([sequence]), lengths=np.asarray([sequence.num_tokens], np.int32))
     return SequenceState(
         identity=identity,
         request_id=sequence.request_id,

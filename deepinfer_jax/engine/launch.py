@@ -9,7 +9,7 @@ import numpy.typing as npt
 from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
 from deepinfer_jax.engine.grammars import look_ahead, write_masks
-from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns
+from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns, slot_places
 from deepinfer_jax.runtime.runner import InFlight, Runner
 from deepinfer_jax.runtime.state_programs import PendingBytes
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
@@ -49,7 +49,7 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     if plan.restores:
         _restore(runner, plan.restores, limits)
     write_adjustments(runner, plan, vocab_size)
-    write_masks(runner, plan)
+    any_masked = write_masks(runner, plan)
     launched = []
     if plan.prefill is not None:
         result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens))
@@ -57,8 +57,7 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     if plan.decode is not None:
         params = [sequence.request.params for sequence in plan.decode.sequences]
         forced = forced_tokens(plan.decode) if any(p.golden_token_ids for p in params) else None
-        constrained = any(sequence.request.constraint is not None for sequence in plan.decode.sequences)
-        masked = mask_bits(plan.decode) if constrained else None
+        masked = mask_bits(plan.decode) if any_masked else None
         result = runner.decode(plan.decode, forced, masked, any(p.top_logprobs for p in params))
         launched.append(Launched(plan.decode, result, _capture(runner, plan.decode)))
     return launched
@@ -70,11 +69,8 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
         if restore.blocks is not None:
             held = sequence.block_table[: blocks_for(restore.num_tokens, limits.tokens_per_block)]
             runner.write_blocks(sequence.data_index, held, restore.blocks)
-    data_index = np.asarray([sequence.data_index for sequence in sequences], np.int32)
-    slots = np.asarray([sequence.state_id for sequence in sequences], np.int32)
     runner.restore(
-        data_index=data_index,
-        slots=slots,
+        **slot_places(sequences),
         lengths=np.asarray([restore.num_tokens for restore in restores], np.int32),
         last_tokens=np.asarray([sequence.last_token_id for sequence in sequences], np.int32),
         block_tables=[sequence.block_table for sequence in sequences],
@@ -82,10 +78,10 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
         states=np.stack([restore.state for restore in restores]),
     )
     # What another engine computed decodes next; drafts are no state of a sequence but a function of its text.
-    decodes = np.asarray([restore.blocks is not None for restore in restores], np.bool_)
-    if limits.num_drafts and decodes.any():
-        runner.draft(data_index[decodes], slots[decodes])
-        look_ahead(runner, [sequence for sequence, own in zip(sequences, decodes, strict=True) if own])
+    decoding = [restore.sequence for restore in restores if restore.blocks is not None]
+    if limits.num_drafts and decoding:
+        runner.draft(**slot_places(decoding))
+        look_ahead(runner, decoding)
 
 
 def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:

@@ -82,7 +82,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
             f"config.json has eos_token_id {config.eos_token_id}"
         )
-    drafts = num_drafts(block_size(config), args.engine_type)
+    drafts = num_drafts(config.text.draft_block, args.engine_type)
     replay = bounded_replay(config, drafts)
     temperatures = confidence_temperatures(drafts)
     options = sampler_options(config.text.vocab_size, temperatures)
@@ -165,11 +165,6 @@ def runner_duties(args: EngineArgs, limits: EngineLimits) -> dict[str, Any]:
         "drafts": limits.num_drafts > 0 and args.engine_type is EngineType.COMPLETION,
         "poisons": env.POISON_FREED_STATE,
     }
-
-
-def block_size(config: ModelConfig) -> int:
-    """Drafts of one block of the model; 0: it has no draft layers."""
-    return config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
 
 
 def num_drafts(block_size: int, engine_type: EngineType) -> int:
@@ -302,7 +297,7 @@ def engine_plan(
         max_prefill_tokens=prefill_tokens(platform) if args.chunked_prefill else whole_prompt,
         tokens_per_block=args.tokens_per_block,
         packed=args.kv_cache_format == "packed",
-        num_drafts=num_drafts(block_size(config), args.engine_type),
+        num_drafts=num_drafts(config.text.draft_block, args.engine_type),
         num_blocks=args.num_kv_blocks,
         temporaries=temporaries,
     )

@@ -59,6 +59,14 @@ def own_params(sampling_params: SamplingParams | dict[str, Any] | None, eos_id: 
     return SamplingParams(**(given | {"eos_id": eos_id}))
 
 
+def slot_places(sequences: list[Sequence]) -> dict[str, npt.NDArray[np.int32]]:
+    """Where the slots of sequences are, as arguments of the runner: data_index and slots, int32 [n]."""
+    return {
+        "data_index": np.asarray([sequence.data_index for sequence in sequences], np.int32),
+        "slots": np.asarray([sequence.state_id for sequence in sequences], np.int32),
+    }
+
+
 def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     """How long each sequence may become and what it samples by, arrays [n]; the device keeps it from step to step."""
     requests: list[Request] = [sequence.request for sequence in sequences]

@@ -61,15 +61,10 @@ def copied_pools(compiled: str, pools: Any) -> list[str]:
     return found
 
 
-def num_drafts(config: ModelConfig) -> int:
-    """As many as the model can."""
-    return config.text.dspark_block_size if config.text.num_nextn_predict_layers else 0
-
-
 def bucket_of(kind: Kind, config: ModelConfig) -> Bucket:
-    """The shape of the step that is compiled."""
+    """The shape of the step that is compiled, with as many drafts as the model can."""
     bucket = BUCKETS[kind]
-    return dataclasses.replace(bucket, time=1 + num_drafts(config)) if kind == "decode" else bucket
+    return dataclasses.replace(bucket, time=1 + config.text.draft_block) if kind == "decode" else bucket
 
 
 def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]:
@@ -81,7 +76,7 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
-    shape, bucket = dataclasses.replace(SHAPE, rollback=num_drafts(config)), bucket_of(kind, config)
+    shape, bucket = dataclasses.replace(SHAPE, rollback=config.text.draft_block), bucket_of(kind, config)
     program, arguments = step_program(model, kind, shape, bucket, "gpu")
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
     text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache

@@ -12,10 +12,10 @@ from jax import Array
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.sampling import MAX_EDITS, Adjustments, SamplingRows
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _FLAGS = ("greedy", "raw_logprobs", "edited", "penalised")
-SAMPLING_COLUMNS = (*_FLOATS, *_FLAGS, "top_k", "seed_low", "seed_high")
-"""The columns of `step_input` that say so."""
+SAMPLING_COLUMNS = (*FLOAT_COLUMNS, *_FLAGS, "top_k", "seed_low", "seed_high")
+"""The columns of `step_input` that say so; those of `FLOAT_COLUMNS` are floats."""
 
 
 @struct.dataclass
@@ -46,7 +46,7 @@ class SlotSampling:
 
 def init_slot_sampling(filled: Callable[..., Array]) -> SlotSampling:
     """Of empty slots. filled: (value, dtype, *more axes) -> array [data, slots, *more]."""
-    floats = {name: filled(1, jnp.float32) for name in _FLOATS}
+    floats = {name: filled(1, jnp.float32) for name in FLOAT_COLUMNS}
     flags = {name: filled(name == "greedy", jnp.bool_) for name in _FLAGS}
     return SlotSampling(**floats, **flags, top_k=filled(-1, jnp.int32), seed=filled(0, jnp.uint32, 2))
 
@@ -67,7 +67,7 @@ def init_adjustments(filled: Callable[..., Array], vocab_size: int, time: int) -
 
 def with_sampling(kept: SlotSampling, slots: Array, column: dict[str, Array]) -> SlotSampling:
     """With the parameters of the rows in slots int32 [data, rows]; column: `SAMPLING_COLUMNS`, [data, rows]."""
-    values = {name: column[name] for name in (*_FLOATS, "top_k")} | {name: column[name] != 0 for name in _FLAGS}
+    values = {name: column[name] for name in (*FLOAT_COLUMNS, "top_k")} | {name: column[name] != 0 for name in _FLAGS}
     values["seed"] = jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)
     return dataclasses.replace(
         kept, **{name: write_pool(getattr(kept, name), (slots,), value) for name, value in values.items()}

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.runtime.slot_sampling import SAMPLING_COLUMNS
+from deepinfer_jax.runtime.slot_sampling import FLOAT_COLUMNS, SAMPLING_COLUMNS
 from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
 # One column per field, in this order; then the new blocks and the tokens: those of a prefill step, and of a decode step
@@ -34,7 +34,6 @@ PREFILL_COLUMNS = (
 )
 # Then the whole block table.
 RESTORE_COLUMNS = ("slot", "length", "limit", "last_token", *SAMPLING_COLUMNS)
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _WORDS = ("seed_low", "seed_high")
 
 
@@ -127,7 +126,7 @@ def pack_rows(
 def unpack(packed: Array, names: tuple[str, ...], num_blocks: int) -> tuple[dict[str, Array], Array, Array]:
     """Columns [data, rows] of their natural types, new blocks [data, rows, num_blocks], and what follows them."""
     column = {name: packed[:, :, index] for index, name in enumerate(names)}
-    for name in _FLOATS:
+    for name in FLOAT_COLUMNS:
         if name in column:
             column[name] = jax.lax.bitcast_convert_type(column[name], jnp.float32)
     for name in _WORDS:
@@ -138,7 +137,7 @@ def unpack(packed: Array, names: tuple[str, ...], num_blocks: int) -> tuple[dict
 
 
 def _bits(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    if name in _FLOATS:
+    if name in FLOAT_COLUMNS:
         return np.asarray(values, np.float32).view(np.int32)
     if name in _WORDS:
         return np.asarray(values, np.uint32).view(np.int32)

@@ -1,6 +1,5 @@
 """The model as the step programs see it: advance rows of paged caches, and logits of some of their positions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +9,7 @@ from deepinfer_jax.arithmetic import arithmetic
 from deepinfer_jax.config import ModelConfig, Precision
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import KeptRows, Replay
-from deepinfer_jax.model.dspark import DraftContext, draft_block
+from deepinfer_jax.model.dspark import DraftContext, Pick, draft_block
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.packed_view import PackedView
@@ -71,11 +70,6 @@ class Drafted(NamedTuple):
     confidences: Array
 
 
-Pick = Callable[[int, Array], tuple[Array, Array]]
-"""(number of the draft, its logits float32 [data · rows, vocab]) -> the draft int32 [data · rows], and the distribution
-that it was drawn from, log-probabilities float32 [data · rows, vocab]."""
-
-
 class StepModel(Protocol):
     """What a step program asks of a model. `params` and `cache` are pytrees, opaque to the caller.
 
@@ -115,7 +109,8 @@ class StepModel(Protocol):
             slots: int32 [data, rows].
             lengths: tokens that the cache holds of each row; 0: nothing is to be drafted. int32 [data, rows].
             tokens: at position `lengths`. int32 [data, rows].
-            pick: chooses each draft, from the first to the last.
+            pick: chooses each draft, from the first to the last; beside it, it gives the distribution that it was drawn
+                from, log-probabilities float32 [data · rows, vocab].
         """
 
 

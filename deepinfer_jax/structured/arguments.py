@@ -1,5 +1,6 @@
 """What a caller asks for: `so_args` of DeepInfer (DB §8.1), and OpenAI's `response_format` as such arguments."""
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,10 +56,7 @@ def structured_args(so_args: Any) -> StructuredArgs:
             raise ValueError(f"so_args: bound_token_id must be an id >= 0, got {bound!r}")
         if not trigger:
             raise ValueError("so_args: bound_token_id says when the trigger must come; give trigger_token_ids too")
-    if schema_type == "json":
-        checked_schema(parsed_schema(schema), closed=True)
-    elif schema_type == "ebnf":
-        parse_ebnf(schema)
+    _check_schema(schema_type, schema)
     return StructuredArgs(schema_type, schema, trigger, bound)
 
 
@@ -96,6 +94,14 @@ def so_args_of(response_format: Any) -> dict[str, Any] | None:
     so_args = {"schema_type": "json", "schema": text}
     structured_args(so_args)
     return so_args
+
+
+@functools.lru_cache(maxsize=64)  # one request is checked at every place that it passes, and many are alike
+def _check_schema(schema_type: str, schema: str) -> None:
+    if schema_type == "json":
+        checked_schema(parsed_schema(schema), closed=True)
+    elif schema_type == "ebnf":
+        parse_ebnf(schema)
 
 
 def _trigger(ids: Any) -> tuple[int, ...]:

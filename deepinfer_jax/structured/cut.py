@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deepinfer_jax.structured.lexemes import Context
-from deepinfer_jax.structured.nodes import Call, Choice, Lexeme, Marker, Node, Repeat, Row, Text, calls
+from deepinfer_jax.structured.nodes import Call, Choice, Lexeme, Marker, Node, Repeat, Row, Text, calls, parts_of
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,7 @@ def _is_regular(node: Node, regular: set[str]) -> bool:
 
 
 def _has_marker(node: Node) -> bool:
-    match node:
-        case Marker():
-            return True
-        case Row(parts) | Choice(parts):
-            return any(map(_has_marker, parts))
-        case Repeat(part):
-            return _has_marker(part)
-        case _:
-            return False
+    return isinstance(node, Marker) or any(map(_has_marker, parts_of(node)))
 
 
 class _Cutter:

@@ -67,17 +67,20 @@ class Lexeme:
 type Node = Characters | Text | Call | Row | Choice | Repeat | Marker | Lexeme
 
 
+def parts_of(node: Node) -> tuple[Node, ...]:
+    """The nodes directly within one; of a call none."""
+    match node:
+        case Row(parts) | Choice(parts):
+            return parts
+        case Repeat(part):
+            return (part,)
+        case _:
+            return ()
+
+
 def calls(node: Node) -> set[str]:
     """The names of the rules that a node uses itself."""
-    match node:
-        case Call(name):
-            return {name}
-        case Row(parts) | Choice(parts):
-            return set().union(*map(calls, parts))
-        case Repeat(part):
-            return calls(part)
-        case _:
-            return set()
+    return {node.name} if isinstance(node, Call) else set().union(*map(calls, parts_of(node)))
 
 
 def depth(node: Node, rules: Mapping[str, Node], known: dict[str, int]) -> int:
@@ -86,18 +89,12 @@ def depth(node: Node, rules: Mapping[str, Node], known: dict[str, int]) -> int:
     Arguments:
         known: of each rule; 0 while it is looked at, as it may lead back to itself. Filled here.
     """
-    match node:
-        case Call(name):
-            if name not in known:
-                known[name] = 0
-                known[name] = depth(rules[name], rules, known)
-            return 1 + known[name]
-        case Row(parts) | Choice(parts):
-            return 1 + max([depth(part, rules, known) for part in parts], default=0)
-        case Repeat(part):
-            return 1 + depth(part, rules, known)
-        case _:
-            return 1
+    if isinstance(node, Call):
+        if node.name not in known:
+            known[node.name] = 0
+            known[node.name] = depth(rules[node.name], rules, known)
+        return 1 + known[node.name]
+    return 1 + max([depth(part, rules, known) for part in parts_of(node)], default=0)
 
 
 def joined_ranges(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
