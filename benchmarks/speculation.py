@@ -7,8 +7,10 @@ The rate counts all output tokens of greedy requests that only decode; × first:
 """
 
 import argparse
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from drafted import CONFIGS, drafted_model
@@ -52,13 +54,17 @@ def main() -> None:
         f"{'model':6}{'concurrency':>12}  {'draft':8}{'drafts':>7}{'tok/s':>9}{'× first':>8}{'tokens/step':>13}",
         flush=True,
     )
+    # Each engine in a process of its own: the programs of all of mid's do not fit into one.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1)
     for name in arguments.model:
         for agrees in (True, False):
             with drafted_model(name, agrees=agrees) as folder:
                 for concurrency in arguments.concurrency:
                     plain = 0.0
                     for drafts in arguments.drafts:
-                        rate, accepted = decode_rate(folder, drafts, concurrency, arguments.precision)
+                        measured = pool.submit(decode_rate, folder, drafts, concurrency, arguments.precision)
+                        rate, accepted = measured.result()
                         plain = plain or rate
                         row = f"{name:6}{concurrency:12}  {'agrees' if agrees else 'never':8}{drafts:7}"
                         print(f"{row}{rate:9.0f}{rate / plain:8.2f}{accepted:13.2f}", flush=True)
