@@ -187,13 +187,14 @@ def prefill_step(
         )
     sampled = _sample(model, options, table, logits, rows, None, column["wants_top"])
     table = _advanced(table, blocks, slots, ends, sampled.tokens.reshape(slots.shape))
+    unjudged = lengths.reshape(-1) == 0  # bounded replay: no token of the chunk has a final state
     completing = jnp.where(column["completes"] > 0, slots, shape.slots)
     table, drafted = next_drafts(model, options, params, cache, table, completing)
     output = StepOutput(
         sampled=jax.tree.map(lambda array: array[:, None], sampled),
         verified=jnp.ones(slots.size, jnp.int32),
         counts=jnp.ones(slots.size, jnp.int32),
-        finite=sampled.finite,
+        finite=sampled.finite | unjudged,
         drafts=drafted,
         confidences=None,
         prompt_logprobs=of_prompt,
