@@ -9,6 +9,10 @@ from deepinfer_jax.params import Params, Vision
 # Roles of the positions of an image span; text is negative (golden README).
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3
 
+# A position's place says in one number what stands there: a token, one of the vectors around and inside an image, or,
+# from 0 on, a row of the features.
+TEXT_PLACE, START_PLACE, NEWLINE_PLACE, END_PLACE = -1, -2, -3, -4
+
 
 def embed_tokens(tokens: jax.Array, params: Params, arith: Arithmetic) -> jax.Array:
     """Embedding rows; an id outside the vocabulary gives zeros. int32 [batch, time] -> [batch, time, hidden]."""
@@ -17,21 +21,37 @@ def embed_tokens(tokens: jax.Array, params: Params, arith: Arithmetic) -> jax.Ar
     return jnp.where(known[..., None], rows, 0).astype(arith.dtype)
 
 
+def places_of(roles: jax.Array) -> jax.Array:
+    """Places of positions whose features come in reading order: the k-th IMAGE position, batch-major, has row k.
+
+    int32 [batch, time], −1 at text and at padding -> int32 [batch, time].
+    """
+    is_feature = roles == IMAGE
+    rows = jnp.cumsum(is_feature.reshape(-1), dtype=jnp.int32).reshape(roles.shape) - 1
+    places = jnp.where(is_feature, rows, TEXT_PLACE)
+    for role, place in ((START, START_PLACE), (NEWLINE, NEWLINE_PLACE), (END, END_PLACE)):
+        places = jnp.where(roles == role, place, places)
+    return places
+
+
 def merge_images(
-    embedded: jax.Array, roles: jax.Array, features: jax.Array | None, vision: Vision, arith: Arithmetic
+    embedded: jax.Array, places: jax.Array, features: jax.Array | None, vision: Vision, arith: Arithmetic
 ) -> jax.Array:
-    """Delimiters take their vectors; the k-th IMAGE position, batch-major, takes the k-th feature row.
+    """Embedding rows [batch, time, hidden] with those of images replaced.
 
     Args:
         embedded: [batch, time, hidden].
-        roles: int32 [batch, time], −1 at text and at padding.
-        features: aligner rows [features, hidden], or None without images.
+        places: int32 [batch, time], `TEXT_PLACE` at text and at padding.
+        features: aligner rows [features, hidden]; None, or no rows, where no place names one.
     """
-    for role, vector in ((START, vision.image_start), (END, vision.image_end), (NEWLINE, vision.image_newline)):
-        embedded = jnp.where((roles == role)[..., None], vector.astype(arith.dtype), embedded)
-    if features is None or features.shape[0] == 0:  # a chunk without images may bring no rows
+    vectors = (
+        (START_PLACE, vision.image_start),
+        (NEWLINE_PLACE, vision.image_newline),
+        (END_PLACE, vision.image_end),
+    )
+    for place, vector in vectors:
+        embedded = jnp.where((places == place)[..., None], vector.astype(arith.dtype), embedded)
+    if features is None or features.shape[0] == 0:
         return embedded
-    is_feature = roles == IMAGE
-    number = (jnp.cumsum(is_feature.reshape(-1), dtype=jnp.int32) - 1).reshape(roles.shape)
-    rows = jnp.take(features.astype(arith.dtype), jnp.clip(number, 0, features.shape[0] - 1), axis=0)
-    return jnp.where(is_feature[..., None], rows, embedded)
+    rows = jnp.take(features, jnp.clip(places, 0, features.shape[0] - 1), axis=0).astype(arith.dtype)
+    return jnp.where((places >= 0)[..., None], rows, embedded)

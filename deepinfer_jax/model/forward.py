@@ -21,7 +21,7 @@ from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.bounded_replay import KeptRows, first_consumer, run_consumers
 from deepinfer_jax.model.checks import check_inputs
 from deepinfer_jax.model.dspark import store_context, tap
-from deepinfer_jax.model.embedding import embed_tokens, merge_images
+from deepinfer_jax.model.embedding import TEXT_PLACE, embed_tokens, merge_images, places_of
 from deepinfer_jax.model.engram import compressed_ids, engram
 from deepinfer_jax.model.engram_hash import engram_rows
 from deepinfer_jax.model.hyper_connections import collapse
@@ -150,9 +150,8 @@ def _forward(
     before = init_cache(config, batch, time, precision=precision) if cache is None else cache
     view = CacheView(before, lengths, time, config, arith, in_order=kernels.batch_invariant)
     probe = Probe(captures, edits)
-    hidden = hidden_states(
-        params, tokens, view, config, arith, probe, kernels, token_types=token_types, image_embeds=image_embeds
-    )
+    places = None if token_types is None else places_of(jnp.where(view.positions >= 0, token_types, -1))
+    hidden = hidden_states(params, tokens, view, config, arith, probe, kernels, places=places, features=image_embeds)
     overflow = (view.start + lengths > before.max_length)[:, None, None]
     hidden = jnp.where(overflow, jnp.nan, hidden)
     logits = compute_logits(params, hidden, kernels) if return_logits else None
@@ -168,13 +167,17 @@ def hidden_states(
     probe: Probe,
     kernels: KernelChoice,
     *,
-    token_types: jax.Array | None = None,
-    image_embeds: jax.Array | None = None,
+    places: jax.Array | None = None,
+    features: jax.Array | None = None,
     kept: KeptRows | None = None,
 ) -> jax.Array:
     """Runs the new tokens int32 [batch, time] of the view's rows through the model and into the view's cache.
 
-    kept: bounded replay of consumer layers; None: the exact model.
+    Args:
+        places: where images are and what stands there (`embedding.py`), `TEXT_PLACE` at padding. int32 [batch, time];
+            None: all is text.
+        features: aligner rows [features, hidden] that places name; None: they name none.
+        kept: bounded replay of consumer layers; None: the exact model.
 
     Returns normed final states, what the head reads, [batch, time, hidden]; those of padding mean nothing. Of kept rows
     they are min(time, keep) columns where mode is "compact", and each row's first `kept.lengths(view)` count. The
@@ -182,12 +185,10 @@ def hidden_states(
     """
     with batch_invariant(kernels.batch_invariant):
         text = config.text
-        valid = view.positions >= 0
-        image_mask = None if token_types is None else (token_types >= 0) & valid
+        image_mask = None if places is None else places != TEXT_PLACE
         embedded = embed_tokens(tokens, params, arith)
-        if token_types is not None and params.vision is not None:
-            roles = jnp.where(valid, token_types, -1)
-            embedded = merge_images(embedded, roles, image_embeds, params.vision, arith)
+        if places is not None and params.vision is not None:
+            embedded = merge_images(embedded, places, features, params.vision, arith)
         streams, pre = initial_streams(shard_rows(probe("embed", embedded), params.mesh), text)
         rows = None
         if params.token_map is not None:

@@ -41,6 +41,8 @@ BUCKETS: dict[Kind, Bucket] = {
     "decode": Bucket(rows=64, time=1, width=64),
     "prefill": Bucket(rows=4, time=512, width=64),
 }
+# Of a model with a vision tower; a prime, too.
+FEATURE_ROWS = 2053
 
 _HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint32": "u32"}
 _COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
@@ -77,7 +79,8 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
     shape, bucket = dataclasses.replace(SHAPE, rollback=config.text.draft_block), bucket_of(kind, config)
-    program, arguments = step_program(model, kind, shape, bucket, "gpu")
+    feature_rows = FEATURE_ROWS if config.vision.num_hidden_layers else 0
+    program, arguments = step_program(model, kind, shape, bucket, "gpu", feature_rows=feature_rows)
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))
     text, memory, cache = compiled.as_text(), compiled.memory_analysis(), arguments[1].cache
     if kind == "decode" and TRITON_CALL not in text:

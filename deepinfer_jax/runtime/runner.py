@@ -74,15 +74,15 @@ def compile_step(
     options: SamplerOptions,
     params: Spec,
     state: Spec,
-    packed: Spec,
+    inputs: Spec,
 ) -> Any:
-    """The compiled step program, which takes (params, state, packed) and donates the state.
+    """The compiled step program, which takes (params, state, *inputs) and donates the state.
 
     Engines of one process share programs: a model with equal configuration and arrays of equal kind is compiled once.
     """
     logger.info("compiling the %s program of %s", kind, bucket)
     step = jax.jit(program_of(model, kind, shape, bucket, options), donate_argnums=1)
-    return step.lower(params.tree(), state.tree(), packed.tree()).compile()
+    return step.lower(params.tree(), state.tree(), *inputs.tree()).compile()
 
 
 @functools.lru_cache(maxsize=32)
@@ -200,6 +200,7 @@ class Runner:
         drafts: whether `draft` will run.
         poisons: whether `poison` will run.
         options: what all rows are sampled by.
+        features: image features [n, hidden] that every prefill step will take, or their description; None: none.
 
     Attributes:
         slot_bytes: of the state of one sequence.
@@ -221,6 +222,7 @@ class Runner:
         drafts: bool = False,
         poisons: bool = False,
         options: SamplerOptions = NO_OPTIONS,
+        features: Array | jax.ShapeDtypeStruct | None = None,
     ) -> None:
         declared = model.state(shape.tokens_per_block)
         self.slot_bytes, self.block_bytes = slot_bytes(declared), block_bytes(declared)
@@ -233,6 +235,7 @@ class Runner:
         self._placement = over_data(mesh)
         self._kinds = kinds
         self._options = options
+        self._features = None if features is None else _spec(features)
         wanted: dict[Move, bool] = {
             "read_slots": moves_slots,
             "restore": moves_slots,
@@ -262,11 +265,13 @@ class Runner:
         params, state = _spec(self._params), _spec(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
+            features = self._features.leaves if self._features is not None and kind == "prefill" else ()
             host_input = jax.ShapeDtypeStruct(
-                host_input_shape(kind, self._shape, bucket), np.int32, sharding=self._placement
+                host_input_shape(kind, self._shape, bucket, images=bool(features)), np.int32, sharding=self._placement
             )
-            packed = Spec(jax.tree.structure(0), (host_input,))
-            return compile_step(self._model, kind, self._shape, bucket, self._options, params, state, packed)
+            taken = (host_input, *features)
+            inputs = Spec(jax.tree.structure(taken), taken)
+            return compile_step(self._model, kind, self._shape, bucket, self._options, params, state, inputs)
 
         def compiled_move(move: Move) -> Any:
             inputs = move_input_shapes(self._model, move, self._shape, self._table_width)
@@ -318,11 +323,28 @@ class Runner:
         self.reset()
         return 1000 * statistics.median(seconds[1:])
 
-    def prefill(self, step: PrefillStep, sampling: dict[str, npt.NDArray[Any]]) -> InFlight:
-        """Launches a prefill step; sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]."""
-        packed = pack_prefill(step, self._shape.data, self._shape.slots, sampling)
+    def prefill(
+        self,
+        step: PrefillStep,
+        sampling: dict[str, npt.NDArray[Any]],
+        images: tuple[npt.NDArray[np.int32], Array] | None = None,
+    ) -> InFlight:
+        """Launches a prefill step.
+
+        sampling: the columns of `step_input.PREFILL_COLUMNS` that the step lacks, [n]; images: exactly if this runner
+        was made with features, the places of the step's tokens, int32 [n, bucket.time] (`StepBatch`, all −1 without
+        an image), and the features as they are now.
+        """
+        if (images is None) != (self._features is None):
+            raise RuntimeError(
+                "this runner's prefill programs take image features: hand over places and features with every step"
+                if images is None
+                else "this runner's prefill programs take no images: make it with features"
+            )
+        image_places, features = images or (None, None)
+        packed = pack_prefill(step, self._shape.data, self._shape.slots, sampling, image_places)
         wants_top, wants_prompt = (bool(np.any(sampling[name])) for name in ("wants_top", "wants_prompt_logprobs"))
-        return self._launch("prefill", step, packed, wants_top, wants_prompt)
+        return self._launch("prefill", step, packed, wants_top, wants_prompt, features)
 
     def decode(
         self,
@@ -475,13 +497,15 @@ class Runner:
         packed: npt.NDArray[np.int32],
         wants_top: bool,
         wants_prompt_logprobs: bool,
+        features: Array | None = None,
     ) -> InFlight:
         program = self._programs.get((kind, step.bucket))
         if program is None:
             known = ", ".join(f"{kind} {bucket}" for kind, bucket in self._programs)
             raise RuntimeError(f"no {kind} program was compiled for {step.bucket}; there are: {known or 'none'}")
         state, self._state = self._state, None  # donated: a step that fails leaves none
-        output, self._state = program(self._params, state, jax.device_put(packed, self._placement))
+        inputs = (jax.device_put(packed, self._placement), *(() if features is None else (features,)))
+        output, self._state = program(self._params, state, *inputs)
         rows = step.data_index * step.bucket.rows + step.row
         return InFlight.start(output, rows, wants_top, wants_prompt_logprobs)
 

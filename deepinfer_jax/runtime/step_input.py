@@ -12,7 +12,8 @@ from deepinfer_jax.runtime.slot_sampling import FLOAT_COLUMNS, SAMPLING_COLUMNS
 from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
 # One column per field, in this order; then the new blocks and the tokens: those of a prefill step, and of a decode step
-# the ids that its rows must produce (−1: none). Floats and unsigned words travel as their bits. next_token is the
+# the ids that its rows must produce (−1: none). Where a prefill step takes images, the places of its tokens
+# (`StepBatch`) come last. Floats and unsigned words travel as their bits. next_token is the
 # prompt's token after the new ones: the target of the last new token's log-probability; kept_from is that of
 # `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th token that the row may give; budget is
 # that of `DecodeStep` on the row's data index.
@@ -42,9 +43,9 @@ def decode_width(bucket: Bucket, tokens_per_block: int) -> int:
     return len(DECODE_COLUMNS) + blocks_per_decode(tokens_per_block, bucket.time - 1) + bucket.time
 
 
-def prefill_width(bucket: Bucket, tokens_per_block: int) -> int:
-    """Words that a prefill step sends per row."""
-    return len(PREFILL_COLUMNS) + blocks_for(bucket.time, tokens_per_block) + bucket.time
+def prefill_width(bucket: Bucket, tokens_per_block: int, *, images: bool = False) -> int:
+    """Words that a prefill step sends per row; images: whether it sends places."""
+    return len(PREFILL_COLUMNS) + blocks_for(bucket.time, tokens_per_block) + (1 + images) * bucket.time
 
 
 def pack_decode(
@@ -79,11 +80,16 @@ def full_decode(bucket: Bucket, data: int, tokens_per_block: int) -> npt.NDArray
 
 
 def pack_prefill(
-    step: PrefillStep, data: int, num_slots: int, sampling: Mapping[str, npt.ArrayLike]
+    step: PrefillStep,
+    data: int,
+    num_slots: int,
+    sampling: Mapping[str, npt.ArrayLike],
+    places: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
     """int32 [data, bucket.rows, prefill_width].
 
-    sampling: the columns that the scheduler does not know, each [n] of its natural type.
+    sampling: the columns that the scheduler does not know, each [n] of its natural type; places: int32
+    [n, bucket.time] for a program that takes images, else None.
     """
     columns = {
         **sampling,
@@ -93,7 +99,8 @@ def pack_prefill(
         "num_new_tokens": step.num_new_tokens,
         "completes": step.completes,
     }
-    return _pack(step, data, num_slots, PREFILL_COLUMNS, columns, np.hstack([step.new_blocks, step.tokens]))
+    rest = [step.new_blocks, step.tokens] + ([] if places is None else [places])
+    return _pack(step, data, num_slots, PREFILL_COLUMNS, columns, np.hstack(rest))
 
 
 def _pack(

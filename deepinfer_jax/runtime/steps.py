@@ -147,10 +147,17 @@ def prefill_step(
     params: Any,
     state: StepState,
     packed: Array,
+    features: Array | None = None,
 ) -> tuple[StepOutput, StepState]:
-    """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output."""
+    """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output.
+
+    With `features` [n, hidden], which are left as they are, `packed` holds the places that name them too.
+    """
     cache, table = state
     column, new_blocks, tokens = unpack(packed, PREFILL_COLUMNS, blocks_for(bucket.time, shape.tokens_per_block))
+    places = None
+    if features is not None:
+        tokens, places = jnp.split(tokens, 2, axis=2)
     slots, starts = column["slot"], column["start"]
     table = _with_parameters(table, column, shape.blocks)
     blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
@@ -162,6 +169,8 @@ def prefill_step(
         slots=slots,
         tables=read_pool(blocks, slots)[:, :, : bucket.width],
         kept_from=column["kept_from"],
+        places=places,
+        features=features,
     )
     hidden, lengths, cache = model.advance(params, cache, batch)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]

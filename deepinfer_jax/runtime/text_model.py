@@ -31,6 +31,9 @@ class StepBatch(NamedTuple):
             int32 [data, rows]; None of a decode step, which it leaves alone.
         offsets: a sequence may have several rows, of one token each, side by side in order of position: how many of
             them are before each row. int32 [data, rows]; None: every row is a sequence.
+        places: what images put in the place of tokens (`model/embedding.py`), −1 at text and at padding.
+            int32 [data, rows, time]; None: all is text.
+        features: the rows [n, hidden] that places name; None: they name none.
     """
 
     tokens: Array
@@ -40,6 +43,8 @@ class StepBatch(NamedTuple):
     tables: Array
     kept_from: Array | None = None
     offsets: Array | None = None
+    places: Array | None = None
+    features: Array | None = None
 
 
 class Advanced(NamedTuple):
@@ -150,7 +155,18 @@ class TextModel:
         kept = None
         if self.replay is not None and batch.kept_from is not None:
             kept = KeptRows(self.replay, batch.kept_from.reshape(-1))
-        hidden = hidden_states(params, tokens, view, self.config, arith, Probe((), ()), self.kernels, kept=kept)
+        hidden = hidden_states(
+            params,
+            tokens,
+            view,
+            self.config,
+            arith,
+            Probe((), ()),
+            self.kernels,
+            places=None if batch.places is None else batch.places.reshape(-1, time),
+            features=batch.features,
+            kept=kept,
+        )
         return Advanced(hidden, view.lengths if kept is None else kept.lengths(view), view.finish())
 
     def logits(self, params: Params, hidden: Array) -> Array:

@@ -16,7 +16,7 @@ from replay import cache_array
 
 from deepinfer_jax import forward
 from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.model.embedding import embed_tokens, merge_images
+from deepinfer_jax.model.embedding import embed_tokens, merge_images, places_of
 
 LOW = [
     Case("A_s28", "short", "fp8"),
@@ -211,5 +211,6 @@ def test_image_rows_are_merged_exactly_in_every_precision(precision: str) -> Non
     arith = arithmetic(config, precision)
     assert params.vision is not None
     embedded = embed_tokens(jnp.array(case.tokens[:, : case.prefill_length]), params, arith)
-    merged = merge_images(embedded, jnp.array(case.token_types), case.image_embeds, params.vision, arith)
+    places = places_of(jnp.array(case.token_types))
+    merged = merge_images(embedded, places, case.image_embeds, params.vision, arith)
     assert np.array_equal(as_float32(merged), case.get("embed"))
