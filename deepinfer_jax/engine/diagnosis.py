@@ -51,7 +51,11 @@ def explain_failures(
         sequence = step.sequences[row]
         if sequence.status is SequenceStatus.FINISHED_FAILED:
             text = sequence.token_ids(0, len(sequence))  # with the drafts that this step accepted
-            reason = "" if diagnose is None else f": {diagnose(text)}"
+            reason = ""
+            if sequence.request.picture is not None:
+                reason = ": a prompt with images is not run again to find the layer"
+            elif diagnose is not None:
+                reason = f": {diagnose(text)}"
             sequence.request.error = (
                 f"the logits after position {len(text) - 1} are no distribution (not finite, or all zero){reason}"
             )

@@ -1,7 +1,7 @@
 """A computed prompt on its way from one engine to another, in memory or in a file (DB §1.8).
 
-The file is a safetensors file: the bytes of the blocks and of the slot, the tokens, and a header that says where they
-come from. Nothing of a file is used before all of it has been checked.
+The file is a safetensors file: the bytes of the blocks and of the slot, the tokens, the pixels of images, and a header
+that says where they come from. Nothing of a file is used before all of it has been checked.
 """
 
 import dataclasses
@@ -20,12 +20,14 @@ from safetensors.numpy import save_file
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.handover_images import described_images, image_prompt, joined_pixels
 from deepinfer_jax.engine.request import slot_places
 from deepinfer_jax.params import Params
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import Sequence, blocks_for
+from deepinfer_jax.tokenization import ImagePrompt
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the meaning of the bytes or of the header changes."""
 
 _HEADER, _CHECKSUM = "deepinfer_jax_sequence", "sha256"
@@ -80,6 +82,7 @@ class SequenceState:
         num_tokens: tokens whose state the bytes hold: all but the last.
         blocks: uint8 [blocks, bytes of a block].
         slot: uint8 [bytes of a slot].
+        picture: the prompt with its images, which a preemption would want again; None for text.
     """
 
     identity: StateIdentity
@@ -92,17 +95,20 @@ class SequenceState:
     num_tokens: int
     blocks: npt.NDArray[np.uint8]
     slot: npt.NDArray[np.uint8]
+    picture: ImagePrompt | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of blocks and slot."""
-        return self.blocks.nbytes + self.slot.nbytes
+        """Bytes of blocks, slot and pixels."""
+        images = () if self.picture is None else self.picture.images
+        return self.blocks.nbytes + self.slot.nbytes + sum(own.image.pixels.nbytes for own in images)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file; it appears under its name only when it is complete."""
         path = Path(path)
         header = json.dumps({"version": FORMAT_VERSION, **self._described()}, sort_keys=True)
         tensors = {name: np.ascontiguousarray(getattr(self, name)) for name in _TENSORS}
+        tensors[_PIXELS] = joined_pixels(self.picture)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             save_file(tensors, partial, {_HEADER: header, _CHECKSUM: _checksum(header, tensors)})
@@ -136,11 +142,15 @@ class SequenceState:
             raise ValueError(f"{path}: written in version {version} of the format, this engine reads {FORMAT_VERSION}")
         identity = described.pop("identity")
         identity["layout"] = tuple(identity["layout"])
-        return cls(identity=StateIdentity(**identity), **described, **tensors)
+        picture = image_prompt(tensors["prompt_token_ids"], described.pop("images"), tensors.pop(_PIXELS))
+        return cls(identity=StateIdentity(**identity), picture=picture, **described, **tensors)
 
     def _described(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(self) if field.name not in _TENSORS]
-        return {name: getattr(self, name) for name in names} | {"identity": dataclasses.asdict(self.identity)}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in (*_TENSORS, "picture")]
+        return {name: getattr(self, name) for name in names} | {
+            "identity": dataclasses.asdict(self.identity),
+            "images": described_images(self.picture),
+        }
 
 
 def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, tokens_per_block: int) -> SequenceState:
@@ -159,6 +169,7 @@ def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, 
         num_tokens=sequence.num_tokens,
         blocks=blocks.result(),
         slot=slot.result()[0],
+        picture=sequence.request.picture,
     )
 
 
@@ -176,6 +187,8 @@ def check_state(state: SequenceState, runner: Runner, limits: EngineLimits, max_
             f"request {state.request_id}: the state is not whole: {prompt_len} prompt and {output_len} output tokens "
             f"take {wanted} and num_tokens {prompt_len + output_len - 1}, but it has {found} and {state.num_tokens}"
         )
+    if state.picture is not None and not np.array_equal(state.picture.token_ids, state.prompt_token_ids):
+        raise ValueError(f"request {state.request_id}: the state is not whole: its images belong to another prompt")
     if output_len >= min(max_tokens, limits.max_model_len + 1 - prompt_len):
         raise ValueError(
             f"request {state.request_id}: nothing is left to generate: it has {prompt_len} prompt and {output_len} "
@@ -183,7 +196,7 @@ def check_state(state: SequenceState, runner: Runner, limits: EngineLimits, max_
         )
 
 
-_TENSORS = ("blocks", "slot", "prompt_token_ids", "output_token_ids")
+_TENSORS, _PIXELS = ("blocks", "slot", "prompt_token_ids", "output_token_ids"), "pixels"
 
 
 def state_identity(config: ModelConfig, params: Params, tokens_per_block: int, declared: Any) -> StateIdentity:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from deepinfer_jax.engine.constraint import Constraint
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence
+from deepinfer_jax.tokenization import ImagePrompt
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Request:
         launched: whether some step of it has been launched.
         error: why the engine ended it, "" if it did not.
         constraint: its grammar; None if it has none.
+        picture: its prompt with the images in place, kept as long as a preemption may want them again; None for text.
     """
 
     params: SamplingParams
@@ -31,6 +33,7 @@ class Request:
     launched: bool = False
     error: str = ""
     constraint: Constraint | None = None
+    picture: ImagePrompt | None = None
 
     def take_prompt_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the entries `start`, `start` + 1, … that are not there yet.

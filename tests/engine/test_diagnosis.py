@@ -124,6 +124,10 @@ def test_drafts_that_the_step_accepted_belong_to_the_text_that_is_run_again() ->
         f"the logits after position {last} are no distribution (not finite, or all zero): because"
     )
     assert sequences[0].request.error == ""
+    sequences[2].request.picture = object()
+    explain_failures(step, [(2, 0)], diagnose)
+    assert sequences[2].request.error.endswith("all zero): a prompt with images is not run again to find the layer")
+    assert len(seen) == 2
 
 
 @pytest.mark.slow
