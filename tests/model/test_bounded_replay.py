@@ -19,6 +19,7 @@ from deepinfer_jax.config import TextConfig, parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model import attention
 from deepinfer_jax.model.bounded_replay import Mode, Replay, first_consumer, replay_problem
+from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.runtime.text_model import Advanced, StepBatch, TextModel
@@ -47,6 +48,23 @@ def advance(model: TextModel, params: Any, cache: Any, batch: StepBatch) -> Adva
 def tokens_of(row: int, length: int) -> np.ndarray:
     """A prompt and what is decoded after it, the same whatever the mode."""
     return np.random.default_rng(row).integers(3, 190, length + DECODED).astype(np.int32)
+
+
+@functools.cache
+def places_of(row: int, length: int) -> np.ndarray:
+    """Of that prompt: in even rows an image stands across the first kept position, as far as it fits."""
+    image = np.array([START_PLACE, 0, 3, NEWLINE_PLACE, 2, 1, NEWLINE_PLACE, END_PLACE], np.int32)
+    places = np.full(length, TEXT_PLACE, np.int32)
+    first = length - KEEP - 3
+    if row % 2 == 0 and first > 0:
+        places[first : first + len(image)] = image
+    return places
+
+
+def features(precision: str) -> jax.Array:
+    """The rows that they name."""
+    rows = np.random.default_rng(7).standard_normal((4, small_config().text.hidden_size))
+    return jnp.asarray(rows, arithmetic(small_config(), precision).dtype)
 
 
 def poisoned(array: jax.Array) -> jax.Array:
@@ -81,6 +99,8 @@ def run(
 ) -> Run:
     """Feeds the prompts in chunks, some rows sitting steps out, then decodes; sequence i has data index i % 2.
 
+    Some have an image.
+
     The pools are poisoned before: what consumers leave out of their windows is never read.
     """
     exact = TextModel(small_config(), precision, kernels, packed=packed)
@@ -94,6 +114,7 @@ def run(
         decodes = bool((done >= lengths).all())
         time = 1 if decodes else CHUNK
         tokens = np.zeros((2, rows, time), np.int32)
+        places = np.full((2, rows, time), TEXT_PLACE, np.int32)
         new, starts, kept_from = (np.zeros((2, rows), np.int32) for _ in range(3))
         slots = np.full((2, rows), SHAPE.slots, np.int32)
         for i, length in enumerate(lengths):
@@ -104,9 +125,13 @@ def run(
             tokens[place][:number] = tokens_of(i, length)[done[i] : done[i] + number]
             new[place], starts[place], slots[place] = number, done[i], i // 2
             kept_from[place] = max(length - keep, 0)
+            if not decodes:
+                places[place][:number] = places_of(i, length)[done[i] : done[i] + number]
         batch = StepBatch(
             *map(jnp.asarray, (tokens, new, starts, slots, np.stack([blocks, blocks]))),
             kept_from=None if decodes else jnp.asarray(kept_from),
+            places=None if decodes else jnp.asarray(places),
+            features=None if decodes else features(precision),
         )
         # One decode program for all: of it `replay` changes nothing.
         hidden, ends, cache = advance(exact if decodes else model, small_params(precision), cache, batch)
@@ -268,7 +293,9 @@ def test_mask_is_the_model_whose_consumers_see_no_key_before_the_kept_rows(monke
         small_config(),
         arith,
     )
-    wanted = np.asarray(hidden_states(params, tokens[None], view, small_config(), arith, Probe((), ()), PLAIN))[0]
+    images = {"places": jnp.asarray(places_of(0, length))[None], "features": features("float32_exact")}
+    arguments = params, tokens[None], view, small_config(), arith, Probe((), ()), PLAIN
+    wanted = np.asarray(hidden_states(*arguments, **images))[0]
     monkeypatch.undo()
     assert layer == text.num_hidden_layers
     found = run("mask", (length,), precision="float32_exact", kernels=PLAIN).hidden[0]
