@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.model.dspark import draft
     from deepinfer_jax.model.forward import ForwardOutput, forward
     from deepinfer_jax.model.generation import generate_tokens
+    from deepinfer_jax.model.vision import encode_image
     from deepinfer_jax.params import Params
     from deepinfer_jax.sampling import SampleFn, SamplerState, sample_fn
 
@@ -43,6 +44,7 @@ _HOME = {
     "init_cache": "cache",
     "forward": "model.forward",
     "draft": "model.dspark",
+    "encode_image": "model.vision",
     "generate_tokens": "model.generation",
     "sample_fn": "sampling",
     "SampleFn": "sampling",
@@ -69,6 +71,7 @@ __all__ = [
     "SamplingParams",
     "SequenceState",
     "draft",
+    "encode_image",
     "forward",
     "generate_tokens",
     "init_cache",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig, check_precision
 from deepinfer_jax.model.embedding import IMAGE
-from deepinfer_jax.params import Params
+from deepinfer_jax.params import Params, Vision
 from deepinfer_jax.tokenization import ImageTokenOffset
 
 IntArray = jax.Array | npt.NDArray[Any]
@@ -91,6 +91,27 @@ def check_drafting(params: Params, config: ModelConfig, cache: Cache, tokens: In
     if is_concrete(cache.lengths) and (np.asarray(cache.lengths) == 0).any():
         raise ValueError("a draft needs at least one target token in every row of the cache")
     return jnp.asarray(tokens, jnp.int32)
+
+
+def check_patches(
+    params: Params, config: ModelConfig, patches: jax.Array, vit_height: int, vit_width: int, precision: str
+) -> Vision:
+    """Checks the arguments of `encode_image`; returns the vision tower.
+
+    Raises:
+        ValueError: see `encode_image`.
+    """
+    check_precision(precision)
+    _check_made_for("parameters", params.precision, precision)
+    _check_params(params, config)
+    if params.vision is None:
+        raise ValueError("this model has no vision tower (vision_config.num_hidden_layers is 0)")
+    if not jnp.issubdtype(patches.dtype, jnp.floating):
+        raise ValueError(f"patches must hold floats, found {patches.dtype}: ImageProcessor.patches makes them")
+    if min(vit_height, vit_width) < 1:
+        raise ValueError(f"a grid of {vit_height} x {vit_width} patches has none; vit_height, vit_width are at least 1")
+    _check_shape("patches", patches, (vit_height * vit_width, 3 * config.vision.patch_size**2))
+    return params.vision
 
 
 def is_concrete(array: object) -> bool:
