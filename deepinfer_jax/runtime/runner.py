@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from deepinfer_jax.runtime.slot_table import init_slot_table
+from deepinfer_jax.runtime.spec import Spec, spec_of
 from deepinfer_jax.runtime.state_programs import (
     BLOCK_ROWS,
     MASK_ROWS,
@@ -47,22 +48,6 @@ from deepinfer_jax.state import CacheShape, block_bytes, init_pools, slot_bytes
 logger = logging.getLogger(__name__)
 
 _COMPILER_THREADS = 4
-
-
-class Spec(NamedTuple):
-    """Structure, shapes, dtypes and placement of a pytree of arrays; hashable."""
-
-    structure: jax.tree_util.PyTreeDef
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-
-    def tree(self) -> Any:
-        """The pytree, with its leaves' descriptions in their places."""
-        return self.structure.unflatten(self.leaves)
-
-
-def _spec(tree: Any) -> Spec:
-    leaves, structure = jax.tree.flatten(tree)
-    return Spec(structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves))
 
 
 @functools.lru_cache(maxsize=64)
@@ -235,7 +220,7 @@ class Runner:
         self._placement = over_data(mesh)
         self._kinds = kinds
         self._options = options
-        self._features = None if features is None else _spec(features)
+        self._features = None if features is None else spec_of(features)
         wanted: dict[Move, bool] = {
             "read_slots": moves_slots,
             "restore": moves_slots,
@@ -262,7 +247,7 @@ class Runner:
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
         buckets = {"decode": self._buckets.decode, "prefill": self._buckets.prefill}
         steps: list[tuple[Kind, Bucket]] = [(kind, bucket) for kind in self._kinds for bucket in buckets[kind]]
-        params, state = _spec(self._params), _spec(self._state)
+        params, state = spec_of(self._params), spec_of(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
             features = self._features.leaves if self._features is not None and kind == "prefill" else ()
@@ -280,7 +265,7 @@ class Runner:
             return compile_move(self._model, move, self._shape, self._options, params, state, host_inputs)
 
         assert self._state is not None
-        masks = _spec(self._state.table.adjustments.masks)
+        masks = spec_of(self._state.table.adjustments.masks)
         shapes = mask_input_shapes(masks.leaves[0])
         rows = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in shapes)
         self._write_masks = compile_write_masks(masks, Spec(jax.tree.structure(shapes), tuple(rows)))
