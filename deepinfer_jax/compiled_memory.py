@@ -31,7 +31,9 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
     model = TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed")
 
     def temporaries(kind: Kind, bucket: Bucket) -> int:
-        program, arguments = step_program(model, kind, shape, bucket, jax.default_backend())
+        program, arguments = step_program(
+            model, kind, shape, bucket, jax.default_backend(), feature_rows=plan.image_rows
+        )
         analysis: Any = jax.jit(program, donate_argnums=1).lower(*arguments).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 

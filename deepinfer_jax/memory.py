@@ -18,11 +18,15 @@ import jax
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.memory_parts import (
     checkpoint_bytes,
+    feature_bytes,
+    image_rows,
     slot_table_bytes,
     state_bytes,
     temporary_bytes,
+    vision_temporary_bytes,
     weight_bytes,
 )
+from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 
 _CONTEXTS = (1 << 10, 1 << 12, 1 << 15, 1 << 17, 1 << 20)
 # What a container may use, and uses: cgroup version 2, then 1.
@@ -47,6 +51,7 @@ class MemoryPlan:
         tokens_per_block: tokens of one block.
         num_slots, num_blocks: of each data index.
         max_model_len: most tokens of one sequence.
+        image_rows: rows of image features; 0 without a vision tower.
         problem: a sentence that says why no engine of this plan can run; empty if one can.
     """
 
@@ -62,6 +67,7 @@ class MemoryPlan:
     num_slots: int
     num_blocks: int
     max_model_len: int
+    image_rows: int
     problem: str
 
     @property
@@ -101,6 +107,7 @@ def plan_memory(
     packed: bool = True,
     num_drafts: int = 0,
     num_blocks: int | None = None,
+    image_cache_bytes: int = 0,
     temporaries: int | None = None,
 ) -> MemoryPlan:
     """Plans the memory of an engine.
@@ -119,7 +126,8 @@ def plan_memory(
         packed: caches in the storage formats.
         num_drafts: drafted tokens of a step.
         num_blocks: of each data index; None: what memory allows, at most what all sequences at their longest need.
-        temporaries: bytes, measured; None: by the formula of `memory_parts.temporary_bytes`.
+        image_cache_bytes: for image features; they take more if one prefill step needs more (`image_rows`).
+        temporaries: bytes of step programs, measured; None: by the formula of `memory_parts.temporary_bytes`.
 
     Raises:
         ValueError: a number that is not positive; a weight that the mesh cannot share; as `paged_cache.state_specs`.
@@ -150,6 +158,7 @@ def plan_memory(
         tokens_per_block=tokens_per_block,
         packed=packed,
         num_drafts=num_drafts,
+        image_cache_bytes=image_cache_bytes,
         temporaries=temporaries,
     )
     length = max_model_len
@@ -171,6 +180,7 @@ def plan_memory(
         num_slots=sizes.slots,
         num_blocks=pool,
         max_model_len=length,
+        image_rows=sizes.image_rows,
         problem=sizes.problem(length, pool),
     )
 
@@ -199,6 +209,7 @@ class _Sizes:
     tokens_per_block: int
     packed: bool
     num_drafts: int
+    image_cache_bytes: int
     temporaries: int | None
 
     @property
@@ -213,6 +224,18 @@ class _Sizes:
     def state(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of one block and of one slot, by kind."""
         return state_bytes(self.config, self.precision, self.tokens_per_block, self.packed, self.num_drafts)
+
+    @functools.cached_property
+    def image_rows(self) -> int:
+        """Rows of image features; every device holds all."""
+        return image_rows(
+            self.config,
+            self.precision,
+            cache_bytes=self.image_cache_bytes,
+            data=self.data,
+            prefill_tokens=self.max_prefill_tokens,
+            prefill_rows=min(self.max_prefill_tokens, self.slots, MAX_PREFILL_ROWS),
+        )
 
     def blocks(self, length: int) -> int:
         """Blocks of one sequence."""
@@ -239,7 +262,9 @@ class _Sizes:
             "block tables": self.slots * self.blocks(length) * 4,
             "snapshots": 0,  # they lie in host memory (`EngineArgs.snapshot_memory_bytes`)
             "draft log-probabilities": self.slots * self.num_drafts * (self.config.text.vocab_size + 2) * 4,
-            "temporaries": temporaries,
+            "image features": self.image_rows * feature_bytes(self.config, self.precision),
+            # Of one program at a time, and the vision tower has its own.
+            "temporaries": max(temporaries, vision_temporary_bytes(self.config, self.precision)),
         }
 
     def fitting_blocks(self, length: int) -> int:

@@ -15,7 +15,9 @@ from deepinfer_jax.kernels.sparse_attention.reference import TILE_ROWS
 from deepinfer_jax.layer_plan import layer_plans
 from deepinfer_jax.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
+from deepinfer_jax.model.vision import SCORE_BYTES as VISION_SCORE_BYTES
 from deepinfer_jax.paged_cache import state_specs
+from deepinfer_jax.runtime.vision_encoder import bucket_features, most_features, patch_buckets
 from deepinfer_jax.sampling import MAX_EDITS
 from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.sharding import DATA, EXPERT, param_sharding, placed_shape
@@ -157,3 +159,48 @@ def temporary_bytes(
 
     prefill_rows = min(prefill_tokens, decode_rows, MAX_PREFILL_ROWS)
     return max(step(decode_rows * decode_time, decode_rows), step(prefill_tokens, prefill_rows))
+
+
+def image_rows(
+    config: ModelConfig, precision: str, *, cache_bytes: int, data: int, prefill_tokens: int, prefill_rows: int
+) -> int:
+    """Rows of image features that an engine keeps; 0 without a vision tower.
+
+    As many as `cache_bytes` hold, but always those of one prefill step: at most one for each of its tokens, and those
+    of two pictures for each of its chunks, whose ends may cut one each.
+
+    Args:
+        data, prefill_tokens, prefill_rows: data indices, and tokens and chunks of each in a prefill step.
+    """
+    if not config.vision.num_hidden_layers:
+        return 0
+    needed = data * (prefill_tokens + 2 * prefill_rows * most_features(config.vision))
+    return max(needed, cache_bytes // feature_bytes(config, precision))
+
+
+def feature_bytes(config: ModelConfig, precision: str) -> int:
+    """Bytes of one row of image features."""
+    return config.text.hidden_size * (2 if arithmetic(config, precision).is_low else 4)
+
+
+def vision_temporary_bytes(config: ModelConfig, precision: str) -> int:
+    """An estimate of what the largest vision program needs besides weights and features; 0 without a vision tower.
+
+    With n patches, f features and an activation type of b bytes, these, of which the last three do not live at the same
+    time:
+
+    - patches in fp32 and rounded, n·3·patch²·(4 + b), and the stream and its norm, n·vit·2b;
+    - attention: queries, keys and values in fp32 and rounded, n·3·vit·(4 + b), and one tile of scores, three times;
+    - MLP: gate and up in fp32 and rounded, n·2·vit_ffn·(4 + b);
+    - aligner: squares of patches, twice, f·vit·downsample²·2b, and its rows in fp32 and rounded, f·hidden·(4 + b).
+    """
+    vision = config.vision
+    if not vision.num_hidden_layers:
+        return 0
+    b, n = 2 if arithmetic(config, precision).is_low else 4, patch_buckets(vision)[-1]
+    features, width = bucket_features(n, vision), vision.hidden_size
+    scores = min(VISION_SCORE_BYTES, 4 * vision.num_attention_heads * n * n)
+    attention = n * 3 * width * (4 + b) + 3 * scores
+    mlp = n * 2 * vision.intermediate_size * (4 + b)
+    aligner = features * (width * vision.downsample_ratio**2 * 2 * b + config.text.hidden_size * (4 + b))
+    return n * (3 * vision.patch_size**2 * (4 + b) + width * 2 * b) + max(attention, mlp, aligner)

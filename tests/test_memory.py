@@ -155,6 +155,19 @@ sizes = st.fixed_dictionaries(
 )
 
 
+def test_image_features_take_what_is_asked_for_and_at_least_what_a_step_may_need() -> None:
+    row = 5120 * 2
+    plan = plan_memory(RELEASED, num_blocks=1, image_cache_bytes=256 << 20)
+    assert plan.image_rows == (256 << 20) // row and plan.parts["image features"] == plan.image_rows * row
+    # Two data indices, each with 2048 tokens in 8 chunks, whose ends cut pictures of up to 1021 features.
+    least = plan_memory(RELEASED, num_blocks=1, data_parallel_size=2, max_num_seqs=16)
+    assert least.image_rows == 2 * (2048 + 2 * 8 * 1021)
+    assert plan_memory(RELEASED, precision="float32", num_blocks=1).parts["image features"] == 18_384 * 5120 * 4
+    text = load_config(TESTS / "golden" / "B_s15")
+    blind = plan_memory(text, num_blocks=1, image_cache_bytes=256 << 20)
+    assert blind.image_rows == blind.parts["image features"] == 0
+
+
 @given(sizes)
 def test_a_plan_fits_exactly_when_it_names_no_problem(arguments: dict[str, Any]) -> None:
     plan = plan_memory(TINY_CONFIG, **arguments)

@@ -21,6 +21,8 @@ _DEFAULT_TOKENS_PER_BLOCK = 128
 _CHUNKED_BATCHED_TOKENS = 2048
 # About 1400 snapshots of the released model.
 _SNAPSHOT_MEMORY_BYTES = 4 << 30
+# About 26,000 rows of the released model: 140 pictures of 224 x 224 pixels, 27 of the largest.
+_IMAGE_CACHE_BYTES = 256 << 20
 # DeepInfer's floor for prompts that run in one piece (DB §1.3).
 _WHOLE_BATCHED_TOKENS = 4096
 
@@ -135,6 +137,9 @@ class EngineArgs:
             prompt that starts in the middle is summed in another order, as one is that runs in other chunks.
         snapshot_memory_bytes: ours; host memory for the windows, open groups and n-gram tails at block boundaries,
             without which the blocks before one cannot be reused; the least recently used go first.
+        image_cache_bytes: ours; device memory for what the vision tower made of images, which serves their later chunks
+            and other requests with the same image; the least recently used go first. There is always as much as one
+            prefill step may need, and none without a vision tower.
 
     Raises ValueError or TypeError with the field's name for a value that cannot be.
     """
@@ -168,6 +173,7 @@ class EngineArgs:
     kv_cache_format: KVCacheFormat = "packed"
     enable_prefix_caching: bool = True
     snapshot_memory_bytes: int = _SNAPSHOT_MEMORY_BYTES
+    image_cache_bytes: int = _IMAGE_CACHE_BYTES
 
     def __post_init__(self) -> None:
         self._check_names_and_flags()
@@ -213,6 +219,7 @@ class EngineArgs:
             self.tokens_per_block = _DEFAULT_TOKENS_PER_BLOCK
         self._check_integer("tokens_per_block", at_least=2)
         self._check_integer("snapshot_memory_bytes", at_least=0)
+        self._check_integer("image_cache_bytes", at_least=0)
         if self.tokens_per_block % 2:
             raise ValueError(
                 f"tokens_per_block must be a multiple of 2, got {self.tokens_per_block}: a compressed entry stands "

@@ -66,6 +66,7 @@ class LLMEngine:
         self._image_token_id = parts.image_token_id
         self._identity = parts.identity
         self._runner = parts.runner
+        self._features = parts.features
         self._diagnose = parts.diagnose
         self._poison = env.POISON_FREED_STATE
         self._scheduler = Scheduler(
@@ -94,6 +95,8 @@ class LLMEngine:
         self._temperatures = parts.temperatures
         self._clock = StepClock()
         self._runner.warm_up(progress=sys.stderr.isatty())
+        if self._features is not None:
+            self._features.warm_up()
         if verifies_by_confidence(limits):
             self._scheduler.verification = verification_policy(
                 self._runner, parts.buckets, parts.temperatures, limits.data_parallel_size, parts.key
@@ -399,6 +402,8 @@ class LLMEngine:
         self._grammars.close()
         self._diagnose = None  # it holds the parameters
         self._runner.close()
+        if self._features is not None:
+            self._features.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -418,7 +423,14 @@ class LLMEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
-        self._launched += launch(self._runner, plan, self.limits, vocab_size=self.vocab_size, poison=self._poison)
+        self._launched += launch(
+            self._runner,
+            plan,
+            self.limits,
+            vocab_size=self.vocab_size,
+            poison=self._poison,
+            features=self._features,
+        )
         if plan.prefill is not None:
             self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
         self._stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
@@ -514,4 +526,6 @@ class LLMEngine:
                 )
             self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
             self._runner.reset()
+            if self._features is not None:
+                self._features.reset()
             raise

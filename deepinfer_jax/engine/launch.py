@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.features import FeatureCache
 from deepinfer_jax.engine.grammars import look_ahead, write_masks
 from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns, slot_places
 from deepinfer_jax.runtime.runner import InFlight, Runner
@@ -39,9 +40,20 @@ class Launched:
         return [] if self.states is None else self.states.rows()
 
 
-def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: int, poison: bool) -> list[Launched]:
-    """Launches a plan: what others left behind is poisoned, earlier state comes back, then the prefill step, then the
-    decode step; a snapshot is read before the next step can touch its slot."""
+def launch(
+    runner: Runner,
+    plan: StepPlan,
+    limits: EngineLimits,
+    *,
+    vocab_size: int,
+    poison: bool,
+    features: FeatureCache | None = None,
+) -> list[Launched]:
+    """Launches a plan: what others left behind is poisoned, earlier state comes back, then images that the prefill step
+    needs, the prefill step, then the decode step; a snapshot is read before the next step can touch its slot.
+
+    features: of the vision tower; None without one.
+    """
     if poison:
         runner.poison(plan.discarded_blocks, plan.discarded_slots)
         for snapshot in plan.discarded_snapshots:
@@ -52,7 +64,8 @@ def launch(runner: Runner, plan: StepPlan, limits: EngineLimits, *, vocab_size: 
     any_masked = write_masks(runner, plan)
     launched = []
     if plan.prefill is not None:
-        result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens))
+        images = None if features is None else features.for_step(plan.prefill)
+        result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens), images)
         launched.append(Launched(plan.prefill, result, _capture(runner, plan.prefill)))
     if plan.decode is not None:
         params = [sequence.request.params for sequence in plan.decode.sequences]

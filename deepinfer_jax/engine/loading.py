@@ -13,6 +13,7 @@ from deepinfer_jax.config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
+from deepinfer_jax.engine.features import FeatureCache
 from deepinfer_jax.engine.handover import StateIdentity, state_identity
 from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.engine.verification import confidence_temperatures
@@ -21,6 +22,7 @@ from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill
 from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.runtime.vision_encoder import VisionEncoder
 from deepinfer_jax.scheduler import BucketTable, bucket_table
 from deepinfer_jax.sharding import DATA, EXPERT
 from deepinfer_jax.state import CacheShape
@@ -50,6 +52,7 @@ class EngineParts:
         diagnose: why a row's logits are no distribution; None: nobody can say.
         temperatures: of the confidence head, one per draft.
         key: names all that step times depend on beside the programs' shapes.
+        features: what the vision tower makes of images; None without one.
     """
 
     tokenizer: Any
@@ -64,6 +67,7 @@ class EngineParts:
     diagnose: Diagnose | None = None
     temperatures: tuple[float, ...] = ()
     key: str = ""
+    features: FeatureCache | None = None
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
@@ -123,6 +127,9 @@ def load_parts(args: EngineArgs) -> EngineParts:
     identity = None
     if args.engine_type is not EngineType.NORMAL:
         identity = state_identity(config, params, limits.tokens_per_block, model.state(limits.tokens_per_block))
+    encoder = None
+    if params.vision is not None:
+        encoder = VisionEncoder(params.vision, config, precision=args.precision, num_rows=plan.image_rows, mesh=mesh)
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=config.text.vocab_size,
@@ -138,6 +145,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             table_width=limits.blocks_per_sequence,
             mesh=mesh,
             options=options,
+            features=None if encoder is None else encoder.features,
             **runner_duties(args, limits),
         ),
         prefix_caching=prefix_caching(args, limits),
@@ -145,6 +153,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         diagnose=make_diagnosis(params, config, args.precision, kernels),
         temperatures=temperatures,
         key=repr((model, shape, [device.device_kind for device in devices])),
+        features=None if encoder is None else FeatureCache(encoder),
     )
 
 
@@ -299,6 +308,7 @@ def engine_plan(
         packed=args.kv_cache_format == "packed",
         num_drafts=num_drafts(config.text.draft_block, args.engine_type),
         num_blocks=args.num_kv_blocks,
+        image_cache_bytes=args.image_cache_bytes,
         temporaries=temporaries,
     )
 

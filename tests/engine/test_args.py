@@ -39,6 +39,7 @@ def test_the_fields_are_deepinfers_in_its_order_then_ours() -> None:
         *("disable_log_stats", "revision", "tokenizer_revision", "stop_preempted_request", "engine_type"),
         *("chunked_prefill", "tokens_per_block", "offline_inference"),
         *("precision", "num_kv_blocks", "kv_cache_format", "enable_prefix_caching", "snapshot_memory_bytes"),
+        "image_cache_bytes",
     ]
 
 
