@@ -37,7 +37,7 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: Replay | None) -> None:
     model = TextModel(small_config(), "reference", KernelChoice(), replay=replay)
     shape = dataclasses.replace(SHAPE, rollback=num_drafts)
-    program, arguments = step_program(model, kind, shape, bucket, "cpu")
+    program, arguments = step_program(model, kind, shape, bucket, "cpu", feature_rows=13 if kind == "prefill" else 0)
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
     # A ring: 11 slots of 16 keys of 64 channels.
     assert compiled is not None and f"u8[1,11,{16 + num_drafts},64]" in compiled
