@@ -17,20 +17,30 @@ import numpy.typing as npt
 from deepinfer_jax.cache import Cache, init_cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.model.embedding import END, IMAGE, NEWLINE, START
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.probe import capture_names
+from deepinfer_jax.model.vision import encode_image
 from deepinfer_jax.params import Params
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, SequenceStatus
+from deepinfer_jax.tokenization import ImagePrompt, TokenType
 
 logger = logging.getLogger(__name__)
 
-Diagnose = Callable[[npt.NDArray[np.int32]], str]
-"""The text of a failed row to the reason, a clause."""
+Diagnose = Callable[[npt.NDArray[np.int32], ImagePrompt | None], str]
+"""The text of a failed row, and its prompt if that has images, to the reason, a clause."""
 
 CHUNK = 128
 """Tokens that are run at once."""
 LONGEST_TEXT = 1 << 15
 """A longer text is not run again: the others wait meanwhile."""
+
+_ROLES = {
+    TokenType.IMAGE_START: START,
+    TokenType.IMAGE: IMAGE,
+    TokenType.IMAGE_NEW_LINE: NEWLINE,
+    TokenType.IMAGE_END: END,
+}
 
 # Integers, truth values, scores that are −inf where they are masked; taps are means of streams.
 _NOT_WATCHED = ("engram.rows", "index_scores", "candidates", "index_picks", "expert_ids", "taps")
@@ -51,11 +61,7 @@ def explain_failures(
         sequence = step.sequences[row]
         if sequence.status is SequenceStatus.FINISHED_FAILED:
             text = sequence.token_ids(0, len(sequence))  # with the drafts that this step accepted
-            reason = ""
-            if sequence.request.picture is not None:
-                reason = ": a prompt with images is not run again to find the layer"
-            elif diagnose is not None:
-                reason = f": {diagnose(text)}"
+            reason = "" if diagnose is None else f": {diagnose(text, sequence.request.picture)}"
             sequence.request.error = (
                 f"the logits after position {len(text) - 1} are no distribution (not finite, or all zero){reason}"
             )
@@ -64,11 +70,11 @@ def explain_failures(
 def make_diagnosis(params: Params, config: ModelConfig, precision: str, kernels: KernelChoice) -> Diagnose:
     """A `Diagnose` of this model. It never raises: a second failure must not end those that run."""
 
-    def diagnose(text: npt.NDArray[np.int32]) -> str:
+    def diagnose(text: npt.NDArray[np.int32], picture: ImagePrompt | None) -> str:
         if len(text) > LONGEST_TEXT:
             return f"its {len(text)} tokens were not run again to find the layer, as they are more than {LONGEST_TEXT}"
         try:
-            fault = first_fault(params, config, text, precision=precision, kernels=kernels)
+            fault = first_fault(params, config, text, picture, precision=precision, kernels=kernels)
         except Exception as error:
             logger.exception("a failed row could not be run again")
             return f"running the text again to find the layer failed too ({type(error).__name__}: {error})"
@@ -81,7 +87,13 @@ def make_diagnosis(params: Params, config: ModelConfig, precision: str, kernels:
 
 
 def first_fault(
-    params: Params, config: ModelConfig, text: npt.NDArray[np.int32], *, precision: str, kernels: KernelChoice
+    params: Params,
+    config: ModelConfig,
+    text: npt.NDArray[np.int32],
+    picture: ImagePrompt | None = None,
+    *,
+    precision: str,
+    kernels: KernelChoice,
 ) -> str | None:
     """The first tensor of the first position of a text that is not finite, or, if none is, is zero before zero logits.
 
@@ -89,6 +101,7 @@ def first_fault(
 
     Arguments:
         text: int32 [tokens], at least one.
+        picture: the prompt that it begins with, if that has images; they are encoded again.
 
     Returns a clause, such as "layers.3.attention.output at position 17 is not finite"; None if the logits after the
     text are finite and not all zero.
@@ -97,12 +110,18 @@ def first_fault(
     room = 1 << (len(text) - 1).bit_length()  # few shapes, so few programs
     cache = init_cache(config, 1, max(room, CHUNK), precision=precision)
     zero_last = np.zeros(len(names), np.bool_)
+    roles, features = (None, None) if picture is None else _images(params, config, len(text), picture, precision)
     for start in range(0, len(text), CHUNK):
         chunk = np.zeros((1, CHUNK), np.int32)
         count = len(text[start : start + CHUNK])
         chunk[0, :count] = text[start : start + CHUNK]
+        images = {}
+        if roles is not None and features is not None:
+            own = np.full((1, CHUNK), -1, np.int32)
+            own[0, :count] = roles[start : start + CHUNK]
+            images = {"token_types": own, "image_embeds": jnp.roll(features, -(roles[:start] == IMAGE).sum(), axis=0)}
         flags, cache = _run(
-            params, chunk, cache, np.asarray([count]), config=config, precision=precision, kernels=kernels
+            params, chunk, cache, np.asarray([count]), images, config=config, precision=precision, kernels=kernels
         )
         not_finite, zero = (np.asarray(flag)[:, :count] for flag in flags)
         if not_finite.any():
@@ -113,6 +132,21 @@ def first_fault(
     if zero_last[-1]:
         return f"{names[int(zero_last.argmax())]} at position {len(text) - 1} is all zero"
     return None
+
+
+def _images(
+    params: Params, config: ModelConfig, length: int, picture: ImagePrompt, precision: str
+) -> tuple[npt.NDArray[np.int32], jax.Array]:
+    """The roles of a text's tokens, int32 [length], and the features of all images, [features, hidden]."""
+    roles, features = np.full(length, -1, np.int32), []
+    for image in picture.images:
+        layout = image.image.layout
+        roles[image.start : image.stop] = [_ROLES[kind] for kind in layout.roles().tolist()]
+        patches = jnp.asarray(image.image.patches())
+        features.append(
+            encode_image(params, config, patches, layout.vit_height, layout.vit_width, precision=precision)[1]
+        )
+    return roles, jnp.concatenate(features)
 
 
 def _watched(config: ModelConfig) -> tuple[str, ...]:
@@ -126,15 +160,27 @@ def _run(
     tokens: npt.NDArray[np.int32],
     cache: Cache,
     lengths: npt.NDArray[Any],
+    images: dict[str, Any],
     *,
     config: ModelConfig,
     precision: str,
     kernels: KernelChoice,
 ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-    """Of each watched tensor and token, whether it is not finite and whether it is all zero, bool [names, CHUNK]."""
+    """Of each watched tensor and token, whether it is not finite and whether it is all zero, bool [names, CHUNK].
+
+    images: what `forward` is told of them; of its image_embeds only the first are of this chunk.
+    """
     names = _watched(config)
     output = forward(
-        params, config, tokens, cache=cache, lengths=lengths, precision=precision, capture=names[:-1], kernels=kernels
+        params,
+        config,
+        tokens,
+        cache=cache,
+        lengths=lengths,
+        precision=precision,
+        capture=names[:-1],
+        kernels=kernels,
+        **images,
     )
     assert output.logits is not None and output.cache is not None
     tensors = [*(output.captured[name] for name in names[:-1]), output.logits]
