@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,6 +51,13 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="File of a JSON Schema that the text must satisfy.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="An image of every prompt; may be given several times. They take the places of the prompt's "
+            "placeholders (<image>) in order; a prompt without placeholders begins with them."
+        ),
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     precision: _PrecisionOption = "reference",
     trust_remote_code: _TrustOption = False,
@@ -83,7 +90,8 @@ def generate(
             precision=precision,
         )
         progress = sys.stderr.isatty() and len(prompts) > 1
-        results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=progress)
+        asked, images = _with_images(prompts, image or [], llm.llm_engine.pictures.placeholder)
+        results: list[list[RequestOutput]] = llm.generate(asked, params, use_tqdm=progress, multi_modal_data=images)
         for given, outputs in zip(prompts, results, strict=True):
             text = answer_text(outputs, llm.get_tokenizer().decode)
             typer.echo(_as_json(given, text, outputs) if json_lines else given + text)
@@ -241,6 +249,18 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if not lines:
         raise ValueError(f"{file or 'stdin'} holds no prompt; give --prompt TEXT, or lines of text")
     return lines
+
+
+def _with_images(
+    prompts: list[str], images: list[Path], placeholder: str | None
+) -> tuple[list[str], list[dict[str, Any] | None]]:
+    """The prompts with a place for each image, and `multi_modal_data`. placeholder: None without a vision tower."""
+    if not images:
+        return prompts, [None] * len(prompts)
+    if placeholder is None:
+        raise ValueError("--image: the model has no vision tower, so a prompt takes no images")
+    placed = [prompt if placeholder in prompt else placeholder * len(images) + prompt for prompt in prompts]
+    return placed, [{"image_bytes": list(images)}] * len(prompts)
 
 
 def _so_args(json_schema: Path | None, regex: str | None) -> dict[str, str] | None:

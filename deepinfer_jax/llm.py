@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,18 +17,24 @@ from deepinfer_jax.engine.outputs import RequestOutput, answer_text
 from deepinfer_jax.engine.prompts import encode_text, token_ids
 from deepinfer_jax.engine.request import own_params
 from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.tokenization import ImageError, ImagePrompt
 
 _USER_ID = "0"
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """One prompt after the checks: its ids, or why it cannot run, and whether that is its length."""
+    """One prompt after the checks: its ids, or why it cannot run, and the finish reason that says so.
+
+    images: of the prompt, not opened yet. opened: the prompt with its images in place.
+    """
 
     params: SamplingParams
-    ids: npt.NDArray[np.int64]
-    problem: str | None
-    too_long: bool = False
+    ids: npt.NDArray[np.integer[Any]]
+    problem: str | None = None
+    finish_reason: str = "invalid_prompt"
+    images: Mapping[str, Any] | None = None
+    opened: ImagePrompt | None = None
 
 
 class LLM:
@@ -113,7 +119,10 @@ class LLM:
                 have seeds that are derived from it.
             prompt_token_ids: one list of ids per prompt; wins over `prompts`.
             use_tqdm: shows a progress bar.
-            multi_modal_data: None, or None for every prompt: the engine of this version takes text.
+            multi_modal_data: one entry per prompt, None for text, else `image_bytes`, a list of encoded images, paths,
+                data URLs, Pillow images or arrays, and maybe `image_sizes`, a list of their (width, height). Each
+                image has a placeholder in its prompt, such as `<image>`. All are opened before anything runs; their
+                pixels, at most about 5 MB each in the released model, stay in memory until the call returns.
             on_invalid: "raise": all prompts are checked before anything runs, and the first that cannot run is a
                 ValueError. "report": the others run; its result is one output with finish reason and message, in
                 string mode an empty string.
@@ -124,7 +133,7 @@ class LLM:
         for a prompt is in `last_errors`.
 
         Raises ValueError if both prompt arguments are missing or differ in length, or if the list of sampling
-        parameters has another length; TypeError for what is no list; before anything runs.
+        parameters or images has another length; TypeError for what is no list; before anything runs.
         """
         if on_invalid not in ("raise", "report"):
             raise ValueError(f'on_invalid must be "raise" or "report", got {on_invalid!r}')
@@ -132,12 +141,7 @@ class LLM:
             prompts = [prompts]
             multi_modal_data = None if multi_modal_data is None else [multi_modal_data]
         sources = _sources(prompts, prompt_token_ids)
-        if multi_modal_data is not None and any(
-            data is not None for data in _listed("multi_modal_data", multi_modal_data)
-        ):
-            raise ValueError(
-                "multi_modal_data: the engine of this version takes text; use forward(..., image_embeds=...)"
-            )
+        images = _images_per_prompt(multi_modal_data, len(sources))
         params = _params_per_prompt(sampling_params, len(sources), self.get_tokenizer().eos_token_id)
         if self.llm_engine.has_unfinished_requests():
             raise ValueError(
@@ -145,10 +149,12 @@ class LLM:
             )
 
         is_text = prompt_token_ids is None
-        checked = [self._check(source, is_text, own) for source, own in zip(sources, params, strict=True)]
-        problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
-        if problems and on_invalid == "raise":
-            raise ValueError(next(iter(problems.values())))
+        checked = [
+            self._check(source, is_text, own, data) for source, own, data in zip(sources, params, images, strict=True)
+        ]
+        _problems(checked, on_invalid)  # first what is seen without opening an image
+        checked = self._open_images(checked)
+        problems = _problems(checked, on_invalid)
         flat = iter(self._run([completion for one in checked for completion in _completions(one)], use_tqdm))
         results = [[next(flat) for _ in range(one.params.n)] for one in checked]
 
@@ -163,17 +169,33 @@ class LLM:
             answers = list(results)
         return [own if one.params.n > 1 else own[0] for one, own in zip(checked, answers, strict=True)]
 
-    def _check(self, source: Any, is_text: bool, params: SamplingParams) -> _Checked:
+    def _check(self, source: Any, is_text: bool, params: SamplingParams, images: Any) -> _Checked:
         ids = np.empty(0, np.int64)
         try:
             self.llm_engine.check_params(params)
             ids = token_ids(self._encode(source) if is_text else source)
-            if problem := self.llm_engine.request_problem(ids, params):
+            images = self.llm_engine.pictures.checked(images)
+            if problem := self.llm_engine.request_problem(ids, params, with_images=images is not None):
                 return _Checked(params, ids, problem)
-            too_long = self.llm_engine.length_problem(len(ids), params)
-            return _Checked(params, ids, too_long, too_long=too_long is not None)
+            return self._check_length(_Checked(params, ids, images=images))
         except ValueError as error:
             return _Checked(params, ids, str(error))
+
+    def _check_length(self, one: _Checked) -> _Checked:
+        problem = self.llm_engine.length_problem(len(one.ids), one.params)
+        return dataclasses.replace(one, problem=problem, finish_reason="prompt_length_exceeded") if problem else one
+
+    def _open_images(self, checked: list[_Checked]) -> list[_Checked]:
+        """Puts the images of prompts without a problem in place; completions of one prompt share them."""
+        wanted = [i for i, one in enumerate(checked) if one.images is not None and not one.problem]
+        requests = ((checked[i].ids.astype(np.int32), checked[i].images or {}) for i in wanted)
+        for i, opened in zip(wanted, self.llm_engine.pictures.open_all(requests), strict=True):
+            if isinstance(opened, ImagePrompt):
+                checked[i] = self._check_length(dataclasses.replace(checked[i], ids=opened.token_ids, opened=opened))
+            else:
+                reason = "ve_error" if isinstance(opened, ImageError) else "invalid_prompt"
+                checked[i] = dataclasses.replace(checked[i], problem=str(opened), finish_reason=reason)
+        return checked
 
     def _encode(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
@@ -192,7 +214,7 @@ class LLM:
                 if one.problem:
                     results[position] = [_refusal(request_id, one, engine)]
                 else:
-                    engine.add_request(_USER_ID, request_id, one.params, one.ids)
+                    engine.add_request(_USER_ID, request_id, one.params, one.ids, one.opened)
             with tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar:
                 bar.update(sum(bool(one.problem) for one in checked))
                 while True:
@@ -207,6 +229,14 @@ class LLM:
             engine.abort_request([str(first_id + position) for position in range(len(checked))])
             engine.step()
             raise
+
+
+def _problems(checked: list[_Checked], on_invalid: str) -> dict[int, str]:
+    """What is wrong, by position in the prompt list; with "raise" the first of it is raised."""
+    problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
+    if problems and on_invalid == "raise":
+        raise ValueError(next(iter(problems.values())))
+    return problems
 
 
 def _completions(one: _Checked) -> list[_Checked]:
@@ -240,6 +270,17 @@ def _sources(prompts: Iterable[str] | None, prompt_token_ids: Iterable[Any] | No
     return ids
 
 
+def _images_per_prompt(multi_modal_data: Any, count: int) -> list[Any]:
+    if multi_modal_data is None:
+        return [None] * count
+    if isinstance(multi_modal_data, Mapping):
+        raise TypeError("multi_modal_data must be a list with one entry per prompt, got a dict; wrap it: [{...}]")
+    given = _listed("multi_modal_data", multi_modal_data)
+    if len(given) != count:
+        raise ValueError(f"multi_modal_data holds {len(given)} entries for {count} prompts; give one per prompt")
+    return given
+
+
 def _listed(name: str, values: Any) -> list[Any]:
     try:
         return list(values)
@@ -270,7 +311,7 @@ def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput
         request_id=request_id,
         prompt_len=len(one.ids),
         token_id=int(one.ids[-1]) if len(one.ids) else -1,
-        finish_reason="prompt_length_exceeded" if one.too_long else "invalid_prompt",
+        finish_reason=one.finish_reason,
         finished=True,
         max_num_batched_tokens=engine.limits.max_num_batched_tokens,
         message=one.problem or "",

@@ -14,7 +14,8 @@ class SequenceStatus(IntEnum):
 
     WAITING lasts until the last chunk of the prompt is launched, as in DeepInfer; a waiting sequence may thus hold
     blocks. SWAPPED is never used, as in DeepInfer. FINISHED_FAILED is ours: DeepInfer ends the process when the
-    logits of one row are not finite (DB §15.2 trap 35).
+    logits of one row are not finite (DB §15.2 trap 35). So is FINISHED_INVALID: a prompt that turned out to be none,
+    as it and its pictures do not belong together.
     """
 
     WAITING = 0
@@ -28,6 +29,7 @@ class SequenceStatus(IntEnum):
     FINISHED_SO_FAILED = 8
     FINISHED_VE_FAILED = 9
     FINISHED_FAILED = 10
+    FINISHED_INVALID = 11
 
     @property
     def finished(self) -> bool:
@@ -43,6 +45,7 @@ FINISH_REASONS = {
     SequenceStatus.FINISHED_SO_FAILED: "xgrammar runtime errors or timeout",
     SequenceStatus.FINISHED_VE_FAILED: "ve_error",
     SequenceStatus.FINISHED_FAILED: "logits_not_finite",
+    SequenceStatus.FINISHED_INVALID: "invalid_prompt",
 }
 
 
@@ -157,6 +160,14 @@ class Sequence:
     published: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._limit_output()
+
+    def replace_prompt(self, token_ids: npt.NDArray[np.int32], images: tuple[ImageContent, ...]) -> None:
+        """Puts another prompt in place, with images; only while it waits and is not schedulable."""
+        self.prompt_token_ids, self.images = token_ids, images
+        self._limit_output()
+
+    def _limit_output(self) -> None:
         # It stops when its length exceeds max_model_len: the last token is given out, never computed on.
         self.output_limit = min(self.max_tokens, self.max_model_len + 1 - self.prompt_len)
 

@@ -19,7 +19,7 @@ from .image_opening import ImageError, ImageSource, open_image
 from .image_processor import ImageProcessor, ProcessedImage
 from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
 from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
-from .multimodal_processor import ImageInput, ImagePrompt, MultimodalProcessor, TextLengthInput
+from .multimodal_processor import ImageInput, ImagePrompt, MultimodalProcessor, TextLengthInput, pictures_of
 from .release_policy import SPAN_TOKENS, apply_release_policy, release_rules
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "ngram_rows",
     "ngram_windows",
     "open_image",
+    "pictures_of",
     "release_rules",
     "tokenizer_compatibility",
 ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
+import threading
 import urllib.parse
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
 """Larger encoded pictures are refused before they are decoded; a quarter of a GB as RGB, as Pillow's own limit."""
 
+_KINDS = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image, np.ndarray)
+_DECODING = threading.Lock()
+"""Held while a caller's Pillow image is decoded: that is lazy, and two requests may hold the same one."""
+
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -37,6 +44,15 @@ class ImageError(ValueError):
     """A picture that cannot be used; the message says which, why, and what to do."""
 
 
+def check_source(source: object) -> None:
+    """Raises TypeError unless `source` is of a type of ImageSource."""
+    if not isinstance(source, _KINDS):
+        raise TypeError(
+            "an image is given as bytes, path, data URL, Pillow image or NumPy array, not as "
+            f"{type(source).__module__}.{type(source).__qualname__}"
+        )
+
+
 def open_image(source: ImageSource) -> Image.Image:
     """Decodes a picture to an upright Pillow image of mode RGB. `source` is not changed.
 
@@ -48,10 +64,11 @@ def open_image(source: ImageSource) -> Image.Image:
             with samples whose range nobody knows (32-bit integers, floats).
         TypeError: `source` is none of ImageSource.
     """
+    check_source(source)
     if isinstance(source, np.ndarray):
         return _from_array(source)
     if isinstance(source, Image.Image):
-        return _upright_rgb(source)
+        return _upright_rgb(source, _DECODING)
     encoded = _encoded_bytes(source)
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
@@ -65,7 +82,7 @@ def open_image(source: ImageSource) -> Image.Image:
         raise ImageError(
             f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS} in all: scale it down"
         )
-    return _upright_rgb(image)
+    return _upright_rgb(image, contextlib.nullcontext())
 
 
 def _encoded_bytes(source: bytes | bytearray | memoryview | str | os.PathLike[str]) -> bytes:
@@ -75,11 +92,6 @@ def _encoded_bytes(source: bytes | bytearray | memoryview | str | os.PathLike[st
         return _data_url_bytes(source)
     if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
         raise ImageError(f"nothing is downloaded: pass the bytes of {source[:200]} instead of its address")
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            "an image is given as bytes, path, data URL, Pillow image or NumPy array, not as "
-            f"{type(source).__module__}.{type(source).__qualname__}"
-        )
     try:
         return Path(source).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
@@ -115,17 +127,18 @@ def _from_array(array: npt.NDArray[Any]) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(samples[..., :3]), "RGB")
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def _upright_rgb(image: Image.Image, decoding: AbstractContextManager[Any]) -> Image.Image:
     if image.mode in ("I", "F"):
         raise ImageError(
             f"the image has 32-bit samples (Pillow mode {image.mode}), whose range is not known: scale them to 8 bits"
         )
     try:
-        image.load()
+        with decoding:
+            image.load()
+            turn = _TURNS.get(_orientation(image))
         # Pillow would clip the samples of I;16 instead of scaling them.
         deep = image.mode.startswith("I;16")
         rgb = _from_array(np.asarray(image).astype(np.uint16)) if deep else image.convert("RGB")
-        turn = _TURNS.get(_orientation(image))
         upright = rgb if turn is None else rgb.transpose(turn)
         upright.info = {}  # nor is it turned again when it is opened once more
     except ImageError:

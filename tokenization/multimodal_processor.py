@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .image_layout import ImageRules
-from .image_opening import ImageError, ImageSource, open_image
+from .image_opening import ImageError, ImageSource, check_source, open_image
 from .image_processor import ImageProcessor, ProcessedImage
 from .image_spans import Span, find_spans
 from .image_tokens import ImageTokenOffset, TokenType, find_image_placeholder
@@ -127,7 +127,7 @@ class MultimodalProcessor:
         ids = given.astype(np.int32)
         if ids.ndim != 1 or (ids != given).any():
             raise ValueError(f"a prompt is one list of token ids, all int32; got {given.dtype} {list(given.shape)}")
-        sources, sizes = _pictures_of(multi_modal_data or {})
+        sources, sizes = pictures_of(multi_modal_data or {})
         pictures = [
             self._process(index, source, None if sizes is None else sizes[index])
             for index, source in enumerate(sources)
@@ -204,17 +204,31 @@ def _resolve_placeholder(tokenizer: Any, image_token_id: int) -> str:
     return placeholder
 
 
-def _pictures_of(data: Mapping[str, Any]) -> tuple[list[ImageSource], list[Span] | None]:
-    """The pictures and their declared sizes, None without; raises ValueError for any other shape of the data."""
-    if unknown := sorted(set(data) - _KEYS):
+def pictures_of(data: Mapping[str, Any]) -> tuple[list[ImageSource], list[Span] | None]:
+    """The pictures of `multi_modal_data` and their declared sizes, None without. Nothing is opened.
+
+    Raises:
+        ImageError: `image_bytes` is None.
+        ValueError: any other shape of the data.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"multi_modal_data must be a dict that holds {sorted(_KEYS)}, not a {type(data).__name__}")
+    if unknown := sorted(map(str, set(data) - _KEYS)):
         raise ValueError(f"multi_modal_data has unknown keys {unknown}; it may hold {sorted(_KEYS)}")
     sources, sizes = data.get("image_bytes", []), data.get("image_sizes")
     if sources is None:
         raise ImageError("multi_modal_data['image_bytes'] is None: the images of the request never arrived")
     if not isinstance(sources, list | tuple):
         raise ValueError(f"multi_modal_data['image_bytes'] must be a list of images, not a {type(sources).__name__}")
+    for index, source in enumerate(sources):
+        try:
+            check_source(source)
+        except TypeError as error:
+            raise ValueError(f"image {index} of the request: {error}") from None
     if sizes is None:
         return list(sources), None
+    if not hasattr(sizes, "__len__"):
+        raise ValueError(f"multi_modal_data['image_sizes'] must be a list of sizes, not a {type(sizes).__name__}")
     if len(sizes) != len(sources):
         raise ValueError(f"multi_modal_data has {len(sources)} images but {len(sizes)} sizes: give one for each")
     return list(sources), [_as_size(size) for size in sizes]

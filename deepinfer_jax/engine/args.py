@@ -15,6 +15,7 @@ from deepinfer_jax.engine.values import boolean, integer, number
 logger = logging.getLogger(__name__)
 
 KVCacheFormat = Literal["packed", "unpacked"]
+OnImageMismatch = Literal["raise", "warn"]
 
 _DEFAULT_TOKENS_PER_BLOCK = 128
 # Chunks longer than this gain little: the experts' tiles are full by then.
@@ -92,7 +93,7 @@ class EngineLimits:
 
 @dataclass(kw_only=True)
 class EngineArgs:
-    """Arguments of `LLMEngine`: DeepInfer's (DB §1.2), and six of ours at the end.
+    """Arguments of `LLMEngine`: DeepInfer's (DB §1.2), and seven of ours at the end.
 
     Two fields of DeepInfer are gone because nothing reads them there: `ignore_len` and `lookahead_tokens`.
 
@@ -140,6 +141,8 @@ class EngineArgs:
         image_cache_bytes: ours; device memory for what the vision tower made of images, which serves their later chunks
             and other requests with the same image; the least recently used go first. There is always as much as one
             prefill step may need, and none without a vision tower.
+        on_image_mismatch: ours; "raise" refuses a prompt whose placeholders are not as many as its images, or whose
+            declared sizes are not the real ones; "warn" does what DeepInfer does, and logs it (MultimodalProcessor).
 
     Raises ValueError or TypeError with the field's name for a value that cannot be.
     """
@@ -174,6 +177,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     snapshot_memory_bytes: int = _SNAPSHOT_MEMORY_BYTES
     image_cache_bytes: int = _IMAGE_CACHE_BYTES
+    on_image_mismatch: OnImageMismatch = "raise"
 
     def __post_init__(self) -> None:
         self._check_names_and_flags()
@@ -184,6 +188,8 @@ class EngineArgs:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if self.kv_cache_format not in ("packed", "unpacked"):
             raise ValueError(f'kv_cache_format must be "packed" or "unpacked", got {self.kv_cache_format!r}')
+        if self.on_image_mismatch not in ("raise", "warn"):
+            raise ValueError(f'on_image_mismatch must be "raise" or "warn", got {self.on_image_mismatch!r}')
         self._check_sizes()
         self._check_parallelism()
         if not 0 < number("gpu_memory_utilization", self.gpu_memory_utilization) <= 1:

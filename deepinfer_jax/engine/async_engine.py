@@ -80,6 +80,7 @@ class AsyncLLMEngine:
         request_id: str | None = None,
         *,
         user_id: str = "0",
+        multi_modal_data: dict[str, Any] | None = None,
     ) -> "OutputIterator":
         """The outputs of one request, one per token, the last with a finish reason: `async for`.
 
@@ -94,6 +95,7 @@ class AsyncLLMEngine:
             sampling_params: an object, or a dict of its fields. The engine keeps a copy.
             request_id: names the outputs; unique among unfinished requests; None: drawn.
             user_id: the caller's label; no rule depends on it.
+            multi_modal_data: images of the prompt, as in `LLMEngine.add_request`; opened off the event loop.
 
         The first iteration raises what `LLMEngine.add_request` raises, and ValueError for an id outside the vocabulary
         or a text that cannot be encoded; each RuntimeError if the engine was closed, or ended because of an error (its
@@ -101,7 +103,7 @@ class AsyncLLMEngine:
         """
         if request_id is None:
             request_id = uuid.uuid4().hex
-        return OutputIterator(self, prompt, sampling_params, request_id, user_id)
+        return OutputIterator(self, prompt, sampling_params, request_id, user_id, multi_modal_data)
 
     async def abort(self, request_id: str | Iterable[str]) -> tuple[int, int]:
         """Ends unfinished requests; each gives one more output, finish reason "abort".
@@ -137,12 +139,14 @@ class OutputIterator(AsyncIterator[RequestOutput]):
         sampling_params: SamplingParams | dict[str, Any] | None,
         request_id: str,
         user_id: str,
+        multi_modal_data: dict[str, Any] | None,
     ) -> None:
         self._engine = engine
         self._prompt = prompt
         self._sampling_params = sampling_params
         self._request_id = request_id
         self._user_id = user_id
+        self._multi_modal_data = multi_modal_data
         self._stream: OutputStream | None = None  # once the request is queued
         self._reader: weakref.ref[asyncio.Task[Any]] | None = None  # the task that read last
         self._reading = False
@@ -181,8 +185,9 @@ class OutputIterator(AsyncIterator[RequestOutput]):
             ids = await asyncio.to_thread(self._encode, self._prompt)
         else:
             ids = copy.copy(self._prompt)  # the caller may change it while the request waits
+        images = self._engine.llm_engine.pictures.checked(self._multi_modal_data)  # likewise
         stream = OutputStream()
-        self._engine._thread.start(self._request_id, stream, ids, params, self._user_id)
+        self._engine._thread.start(self._request_id, stream, ids, params, self._user_id, images)
         return stream
 
     def _encode(self, text: str) -> list[int]:

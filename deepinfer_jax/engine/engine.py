@@ -6,7 +6,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from deepinfer_jax.engine.handover import SequenceState, check_state, computed_s
 from deepinfer_jax.engine.launch import Launched, launch
 from deepinfer_jax.engine.loading import load_parts, verifies_by_confidence
 from deepinfer_jax.engine.outputs import RequestOutput
+from deepinfer_jax.engine.pictures import Pictures, image_contents
 from deepinfer_jax.engine.prompts import id_problem, token_ids
-from deepinfer_jax.engine.request import Request, check_request_id, own_params
+from deepinfer_jax.engine.request import Request, check_request_id, let_start, own_params
 from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.engine.stats import EngineStats, log_line
@@ -31,11 +32,13 @@ from deepinfer_jax.engine.values import number
 from deepinfer_jax.engine.verification import StepClock, verification_policy
 from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.scheduler import DecodeStep, Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.tokenization import ImagePrompt
 
 logger = logging.getLogger(__name__)
 
-_GRAMMAR_WAIT = 0.01
-"""Seconds that a step waits for a grammar if there is nothing else to do; new requests come in between two steps."""
+_WAIT = 0.01
+"""Seconds that a step waits for a grammar or an image if there is nothing else to do; new requests come in between two
+steps."""
 
 
 class LLMEngine:
@@ -54,6 +57,10 @@ class LLMEngine:
 
     Arguments:
         args: what to load and how large.
+
+    Attributes:
+        tokenizer, limits, vocab_size: as loaded.
+        pictures: opens images, and knows what stands for one in a text.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -84,7 +91,8 @@ class LLMEngine:
             snapshot_budget=args.snapshot_memory_bytes,
             decodes=args.engine_type != EngineType.PROMPT,
         )
-        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail_grammar)
+        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail)
+        self.pictures = Pictures(parts.processor, self._place_images, self._fail)
         self._open: dict[str, Sequence] = {}  # requests that have not given their last output
         self._computed: dict[str, Sequence] = {}  # those of them that wait for their export
         self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
@@ -113,7 +121,7 @@ class LLMEngine:
         request_id: str,
         sampling_params: SamplingParams | dict[str, Any] | None,
         prompt_token_ids: Any,
-        multi_modal_data: dict[str, Any] | None = None,
+        multi_modal_data: Mapping[str, Any] | ImagePrompt | None = None,
         arrival_time: float | None = None,
     ) -> Sequence | None:
         """Queues a request.
@@ -126,24 +134,25 @@ class LLMEngine:
             request_id: names the outputs; unique among unfinished requests.
             sampling_params: an object, or a dict of its fields (None values are dropped). The engine keeps a copy.
             prompt_token_ids: one list of integers; it may be as long as `limits.prompt_limit`. A longer one is
-                accepted and gives one output, "prompt_length_exceeded".
-            multi_modal_data: None; this version's engine takes text (`forward` takes image embeddings).
+                accepted and gives one output, "prompt_length_exceeded". The place of an image is one placeholder, or
+                it is expanded already (see `MultimodalProcessor.overwrite_prompt`).
+            multi_modal_data: `image_bytes`, a list of `tokenization.ImageSource`, and maybe `image_sizes`, a list of
+                their (width, height); or what `pictures.open_all` made of that and the prompt, which is then not
+                looked at. None, or no image: text. Images are opened beside the step loop, and must not be changed
+                until the first output. One that cannot be used ends the request with finish reason "ve_error",
+                placeholders that are not as many as the images with "invalid_prompt".
             arrival_time: seconds of `time.perf_counter()`, from which queue time and time to the first token count;
                 None: now.
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
-        Raises ValueError for an empty prompt, ids that are no integers, images, parameters that `check_params` refuses,
-        or a request id in use; TypeError for a request id that is no string or an arrival_time that is no number.
+        Raises ValueError for an empty prompt, ids that are no integers, images without a vision tower or in another
+        form, parameters that `check_params` refuses, or a request id in use; TypeError for a request id that is no
+        string or an arrival_time that is no number.
         """
         self._check_open()
         if self.args.engine_type is EngineType.COMPLETION:
             raise ValueError("a COMPLETION engine computes no prompts: give it requests by import_sequence()")
         check_request_id(request_id)
-        if multi_modal_data is not None:
-            raise ValueError(
-                f"request {request_id}: the engine of this version takes text; pass multi_modal_data=None, or use "
-                "forward(..., image_embeds=...)"
-            )
         if arrival_time is None:
             arrival_time = time.perf_counter()
         elif not math.isfinite(number("arrival_time", arrival_time)):
@@ -154,13 +163,19 @@ class LLMEngine:
             if params.n != 1:
                 raise ValueError(f"a request is one completion, got n={params.n}; LLM.generate gives several")
             self.check_params(params)
+            images, opened = None, None
+            if isinstance(multi_modal_data, ImagePrompt):
+                opened, prompt_token_ids = multi_modal_data, multi_modal_data.token_ids
+            else:
+                images = self.pictures.checked(multi_modal_data)
             ids = token_ids(prompt_token_ids)
         except ValueError as error:
             raise ValueError(f"request {request_id}: {error}") from None
-        if problem := self.request_problem(ids, params):
+        with_images = images is not None or opened is not None
+        if problem := self.request_problem(ids, params, with_images=with_images):
             logger.info("request %s is dropped: %s", request_id, problem)
             return None
-        if (ids == self._image_token_id).any():
+        if not with_images and (ids == self._image_token_id).any():
             logger.warning(
                 "request %s: token id %d stands for an image in a chat, but there is no image; it is ordinary text",
                 request_id,
@@ -175,6 +190,9 @@ class LLMEngine:
             prompt_token_ids=ids.astype(np.int32),
             # What was restored has no log-probabilities.
             reuse=not params.prompt_logprobs,
+            images=() if opened is None else image_contents(opened),
+            picture=opened,
+            unopened=images,
         )
 
     def computed_requests(self) -> list[str]:
@@ -241,12 +259,20 @@ class LLMEngine:
         )
 
     def _submit(
-        self, *, params: SamplingParams, seed: int, prompt_token_ids: npt.NDArray[np.int32], **fields: Any
+        self,
+        *,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: npt.NDArray[np.int32],
+        picture: ImagePrompt | None = None,
+        unopened: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> Sequence:
-        """Hands the scheduler a sequence with these fields."""
-        keep, prompt_len = self.limits.keep_tokens, len(prompt_token_ids)
+        """Hands the scheduler a sequence with these fields. unopened: images that are not in the prompt yet."""
+        prompt_len = len(prompt_token_ids)
         structured = params.structured()
         constraint = None if structured is None else self._grammars.constraint(structured)
+        awaits = (constraint is not None) + (unopened is not None)
         refusal = self._scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
         sequence = Sequence(
             seq_id=self._next_seq_id,
@@ -257,13 +283,14 @@ class LLMEngine:
             ignore_eos=params.ignore_eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             stop_text=StopTexts(self.tokenizer.decode, tuple(params.stop), params.min_tokens) if params.stop else None,
-            # Of earlier tokens bounded replay leaves no windows in the consumer layers.
-            most_cached_tokens=None if keep is None else max(prompt_len - keep, 0),
-            schedulable=constraint is None,  # until its grammar is compiled
+            most_cached_tokens=self._most_cached_tokens(prompt_len),
+            schedulable=not awaits,
             # With drafts it depends on the results in flight which outputs a step gives, so which ids it is forced to.
             waits_for_results=constraint is not None
             or (self.limits.num_drafts > 0 and params.golden_token_ids is not None),
-            request=Request(params, seed=seed, error=refusal or "", constraint=constraint),
+            request=Request(
+                params, seed=seed, error=refusal or "", constraint=constraint, picture=picture, awaits=awaits
+            ),
             **fields,
         )
         self._next_seq_id += 1
@@ -272,7 +299,14 @@ class LLMEngine:
             self._scheduler.add_sequence(sequence)
             if constraint is not None and not sequence.status.finished:
                 self._grammars.add(sequence)
+            if unopened is not None and not sequence.status.finished:
+                self.pictures.add(sequence, unopened)
         return sequence
+
+    def _most_cached_tokens(self, prompt_len: int) -> int | None:
+        """Of earlier tokens bounded replay leaves no windows in the consumer layers."""
+        keep = self.limits.keep_tokens
+        return None if keep is None else max(prompt_len - keep, 0)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError for parameters that an engine of these limits cannot serve."""
@@ -283,9 +317,9 @@ class LLMEngine:
                 f"{self.limits.keep_tokens} tokens are right; ask for none, or use an engine without it"
             )
 
-    def request_problem(self, ids: Any, params: SamplingParams) -> str | None:
-        """Why `add_request` would drop a prompt with these ids, None if it would not."""
-        if problem := id_problem(ids, self.vocab_size):
+    def request_problem(self, ids: Any, params: SamplingParams, *, with_images: bool = False) -> str | None:
+        """Why `add_request` would drop a prompt with these ids, None if it would not. with_images: images come too."""
+        if problem := id_problem(ids, self.vocab_size, with_images=with_images):
             return problem
         golden = np.maximum(np.asarray(params.golden_token_ids or [], np.int64), 0)
         structured = params.structured()
@@ -315,8 +349,9 @@ class LLMEngine:
         with self._losing_all_on_failure(), collector_paused():
             num_due = len(self._launched)
             self._grammars.pump()
-            if not num_due and self._grammars.num_pending == self.get_num_unfinished_requests() > 0:
-                self._grammars.wait(_GRAMMAR_WAIT)
+            self.pictures.pump()
+            if not num_due:
+                self._wait_for_a_start()
             self._launch(self._plan())
             if not self.limits.zero_overhead_scheduling:
                 num_due = len(self._launched)
@@ -374,10 +409,11 @@ class LLMEngine:
         prompt_tokens, generation_tokens and, per second over the latest iterations, prompt_throughput,
         generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first token) in
         seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
-        wait_seconds, process_seconds, where the time went since the start. With DEEPINFER_ENABLE_MTP_VARLEN also
-        predicted_acceptance, real_acceptance (of drafts that were judged, by their place), num_steps_by_size (decode
-        steps by the tokens of their program), verification_slope_ms (what a row took beyond what was measured at
-        the start).
+        wait_seconds, process_seconds, where the time went since the start; num_requests_awaiting_images (they count as
+        waiting too), num_images_opened, image_bytes_waiting (pixels of requests that have not started). With
+        DEEPINFER_ENABLE_MTP_VARLEN also predicted_acceptance, real_acceptance (of drafts that were judged, by their
+        place), num_steps_by_size (decode steps by the tokens of their program), verification_slope_ms (what a row took
+        beyond what was measured at the start).
         """
         scheduler = self._scheduler
         return {
@@ -391,6 +427,7 @@ class LLMEngine:
             "free_slots": scheduler.free_slots,
             "total_slots": scheduler.total_slots,
             "compile_count": self.compile_count,
+            **self.pictures.snapshot(),
             **({} if scheduler.verification is None else scheduler.verification.snapshot()),
         } | self._stats.snapshot()
 
@@ -400,6 +437,7 @@ class LLMEngine:
         for kept in (self._open, self._computed, self._ready, self._launched):
             kept.clear()
         self._grammars.close()
+        self.pictures.close()
         self._diagnose = None  # it holds the parameters
         self._runner.close()
         if self._features is not None:
@@ -485,10 +523,26 @@ class LLMEngine:
                 if self.args.engine_type is EngineType.PROMPT and not output.finished:
                     self._computed[output.request_id] = sequence
 
-    def _fail_grammar(self, sequence: Sequence, reason: str) -> None:
-        """Ends a sequence whose grammar failed; the next plan reports it."""
+    def _wait_for_a_start(self) -> None:
+        """Waits a little if no request can run before its grammar or its images are there."""
+        grammars, pictures = self._grammars.pending, self.pictures.pending
+        if len(grammars | pictures) == self.get_num_unfinished_requests() > 0:
+            (self._grammars if grammars else self.pictures).wait(_WAIT)
+
+    def _place_images(self, sequence: Sequence, prompt: ImagePrompt) -> None:
+        """Gives a waiting sequence its prompt with the images in place; one that is now too long ends."""
+        sequence.replace_prompt(prompt.token_ids, image_contents(prompt))
+        sequence.most_cached_tokens = self._most_cached_tokens(sequence.prompt_len)
+        if refusal := self._scheduler.refusal(sequence.prompt_len, sequence.max_tokens):
+            self._fail(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
+            return
+        sequence.request.picture = prompt
+        let_start(sequence)
+
+    def _fail(self, sequence: Sequence, reason: str, status: SequenceStatus) -> None:
+        """Ends a sequence whose grammar or whose images failed; the next plan reports it."""
         sequence.request.error = reason
-        self._scheduler.abort([sequence.request_id], SequenceStatus.FINISHED_SO_FAILED)
+        self._scheduler.abort([sequence.request_id], status)
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         self._ready += outputs

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -73,10 +73,19 @@ class EngineThread:
         self._thread.start()
 
     def start(
-        self, request_id: str, stream: OutputStream, prompt_token_ids: Any, params: SamplingParams, user_id: str
+        self,
+        request_id: str,
+        stream: OutputStream,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        user_id: str,
+        images: Mapping[str, Any] | None,
     ) -> None:
-        """Adds a request whose outputs go into the stream, or the error of `LLMEngine.add_request`."""
-        self._send(partial(self._start, request_id, stream, prompt_token_ids, params, user_id))
+        """Adds a request whose outputs go into the stream, or the error of `LLMEngine.add_request`.
+
+        images: as `Pictures.checked` gives them.
+        """
+        self._send(partial(self._start, request_id, stream, prompt_token_ids, params, user_id, images))
 
     def drop(self, request_id: str, stream: OutputStream) -> None:
         """Aborts the request of a stream that nobody reads any more; its name is free."""
@@ -176,7 +185,13 @@ class EngineThread:
         return True
 
     def _start(
-        self, request_id: str, stream: OutputStream, prompt_token_ids: Any, params: SamplingParams, user_id: str
+        self,
+        request_id: str,
+        stream: OutputStream,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        user_id: str,
+        images: Mapping[str, Any] | None,
     ) -> None:
         if stream.dropped:
             return
@@ -184,10 +199,11 @@ class EngineThread:
             self._check_going()
             former = self._streams.get(request_id)
             if former is not None and former.dropped:  # its last output comes with the next step
-                self.start(request_id, stream, prompt_token_ids, params, user_id)
+                self.start(request_id, stream, prompt_token_ids, params, user_id, images)
                 return
-            if self._engine.add_request(user_id, request_id, params, prompt_token_ids) is None:
-                problem = self._engine.request_problem(token_ids(prompt_token_ids), params)
+            if self._engine.add_request(user_id, request_id, params, prompt_token_ids, images) is None:
+                ids = token_ids(prompt_token_ids)
+                problem = self._engine.request_problem(ids, params, with_images=images is not None)
                 raise ValueError(f"request {request_id}: {problem}")
             self._streams[request_id] = stream
         except BaseException as error:

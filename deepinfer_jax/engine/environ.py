@@ -159,10 +159,17 @@ class Environment:
     XGRAMMAR_DEBUG = _not_on_xla(BOOLEAN, False, "print what the grammar does", "llguidance follows the grammars")
 
     # images
-    USE_MULTIMODAL_POOL = _not_yet(BOOLEAN, None, "pass pictures by shared memory")
-    MULTIMODAL_POOL_SIZE_GB = _not_yet(INTEGER, 8, "size of that memory")
-    MULTI_MODAL_BUFFER_SIZE = _not_yet(INTEGER, 512, "pictures that may wait for the engine")
-    MULTI_MODAL_WORKER_TIMEOUT = _not_yet(NUMBER, 1800.0, "seconds without progress after which the worker has failed")
+    MULTI_MODAL_CPUS = Variable(INTEGER, 4, "threads that open images", "engine")
+    MULTI_MODAL_BUFFER_SIZE = Variable(
+        INTEGER, 512, "requests whose images may lie open before they start; others wait to be opened", "engine"
+    )
+    MULTIMODAL_POOL_SIZE_GB = Variable(INTEGER, 8, "GiB of pixels that may do so", "engine")
+    MULTI_MODAL_WORKER_TIMEOUT = Variable(
+        NUMBER, 1800.0, "seconds that opening a request's images may take; 0 or less: no limit", "engine"
+    )
+    USE_MULTIMODAL_POOL = _not_on_xla(
+        BOOLEAN, None, "pass images by shared memory", "threads of the engine's own process open them"
+    )
 
     # prefill truncation
     YOCO_PREFILL_TRUNCATION_MODE = Variable(

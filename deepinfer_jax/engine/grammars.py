@@ -6,16 +6,16 @@ them to the device. All of it is a function of the output, so a preempted sequen
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
 
 from deepinfer_jax.engine.constraint import Constraint
 from deepinfer_jax.engine.environ import env
-from deepinfer_jax.engine.request import slot_places
+from deepinfer_jax.engine.request import let_start, slot_places
 from deepinfer_jax.runtime.runner import Runner, StepResult
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, StepPlan
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus, StepPlan
 from deepinfer_jax.structured import (
     GrammarError,
     GrammarPool,
@@ -24,8 +24,8 @@ from deepinfer_jax.structured import (
     grammar_vocabulary,
 )
 
-Fail = Callable[[Sequence, str], None]
-"""Ends a sequence for a reason."""
+Fail = Callable[[Sequence, str, SequenceStatus], None]
+"""Ends a sequence for a reason, in a status."""
 
 
 class Grammars:
@@ -53,9 +53,9 @@ class Grammars:
         self._in_use = False
 
     @property
-    def num_pending(self) -> int:
+    def pending(self) -> Set[Sequence]:
         """Sequences whose grammar is not compiled."""
-        return len(self._pending)
+        return self._pending.keys()
 
     def constraint(self, args: StructuredArgs) -> Constraint:
         """Of a new request."""
@@ -69,7 +69,7 @@ class Grammars:
         try:
             self._pending[sequence] = self._pool.submit(sequence.request.constraint.args)
         except GrammarError as error:
-            self._fail(sequence, str(error))
+            self._fail(sequence, str(error), SequenceStatus.FINISHED_SO_FAILED)
 
     def pump(self) -> None:
         """Lets the sequences whose grammar is compiled into the plans, and ends those whose grammar failed."""
@@ -83,9 +83,9 @@ class Grammars:
                 if constraint.matcher is None:
                     continue
                 constraint.advance(sequence.output_token_ids, [])
-                sequence.schedulable = True
+                let_start(sequence)
             except GrammarError as error:
-                self._fail(sequence, str(error))
+                self._fail(sequence, str(error), SequenceStatus.FINISHED_SO_FAILED)
             del self._pending[sequence]
 
     def wait(self, seconds: float) -> None:
@@ -106,7 +106,7 @@ class Grammars:
                 drafts = [] if result.drafts is None else result.drafts[row].tolist()
                 constraint.advance(sequence.output_token_ids, drafts)
             except GrammarError as error:
-                self._fail(sequence, str(error))
+                self._fail(sequence, str(error), SequenceStatus.FINISHED_SO_FAILED)
 
     def close(self) -> None:
         """Ends the threads. May be called again."""

@@ -26,7 +26,7 @@ from deepinfer_jax.runtime.vision_encoder import VisionEncoder
 from deepinfer_jax.scheduler import BucketTable, bucket_table
 from deepinfer_jax.sharding import DATA, EXPERT
 from deepinfer_jax.state import CacheShape
-from deepinfer_jax.tokenization import get_hf_tokenizer
+from deepinfer_jax.tokenization import MultimodalProcessor, get_hf_tokenizer
 
 # Compiling many step programs takes longer than a model below this size saves by them.
 _SMALL_MODEL_BYTES = 64 << 20
@@ -53,6 +53,7 @@ class EngineParts:
         temperatures: of the confidence head, one per draft.
         key: names all that step times depend on beside the programs' shapes.
         features: what the vision tower makes of images; None without one.
+        processor: puts images into prompts; None: the model has no vision tower, or the engine computes no prompts.
     """
 
     tokenizer: Any
@@ -68,6 +69,7 @@ class EngineParts:
     temperatures: tuple[float, ...] = ()
     key: str = ""
     features: FeatureCache | None = None
+    processor: MultimodalProcessor | None = None
 
 
 def load_parts(args: EngineArgs) -> EngineParts:
@@ -86,6 +88,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
             f"{args.tokenizer or args.model}: tokenizer_config.json names no eos_token, so no answer could end; "
             f"config.json has eos_token_id {config.eos_token_id}"
         )
+    processor = image_prompts(config, tokenizer, args)
     drafts = num_drafts(config.text.draft_block, args.engine_type)
     replay = bounded_replay(config, drafts)
     temperatures = confidence_temperatures(drafts)
@@ -154,6 +157,23 @@ def load_parts(args: EngineArgs) -> EngineParts:
         temperatures=temperatures,
         key=repr((model, shape, [device.device_kind for device in devices])),
         features=None if encoder is None else FeatureCache(encoder),
+        processor=processor,
+    )
+
+
+def image_prompts(config: ModelConfig, tokenizer: Any, args: EngineArgs) -> MultimodalProcessor | None:
+    """What puts images into prompts; None without a vision tower, and in a COMPLETION engine (DB §1.8).
+
+    Raises ValueError if tokenizer and config.json disagree on the image token.
+    """
+    if not config.vision.num_hidden_layers or args.engine_type is EngineType.COMPLETION:
+        return None
+    return MultimodalProcessor(
+        config.vision,
+        tokenizer,
+        image_token_id=config.image_token_id,
+        vocab_size=config.text.vocab_size,
+        on_image_mismatch=args.on_image_mismatch,
     )
 
 

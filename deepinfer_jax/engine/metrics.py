@@ -17,6 +17,7 @@ from deepinfer_jax.engine.stats import PHASES
 _GAUGES = (
     ("deepinfer_num_requests_running", "Requests that hold a slot.", "num_running"),
     ("deepinfer_num_requests_waiting", "Requests that wait for a slot.", "num_waiting"),
+    ("deepinfer_requests_awaiting_images", "Of them, with images to open.", "num_requests_awaiting_images"),
     ("deepinfer_kv_blocks", "Blocks of the paged cache.", "total_blocks"),
     ("deepinfer_kv_blocks_free", "Free blocks of the paged cache.", "free_blocks"),
     ("deepinfer_state_slots", "Slots of running sequences.", "total_slots"),
@@ -33,6 +34,7 @@ _COUNTERS = (
     ("deepinfer_cached_tokens", "Prompt tokens whose state was reused.", "num_cached_tokens"),
     ("deepinfer_decode_rows", "Rows of decode steps.", "num_decode_rows"),
     ("deepinfer_wasted_rows", "Those of rejected drafts.", "num_wasted_rows"),
+    ("deepinfer_images_opened", "Images of requests that were opened.", "num_images_opened"),
     ("deepinfer_num_preemptions", "Sequences that gave up their blocks.", "num_preemptions"),
 )
 _SUMMARIES = (

@@ -15,11 +15,13 @@ class RequestOutput:
 
     Attributes:
         request_id: the caller's name of the request.
-        prompt_len: tokens of the prompt.
+        prompt_len: tokens of the prompt, those of its images included.
         token_id: the emitted token. A request that ended without one repeats its last token; -1 if it has none.
         finish_reason: "" unless this is the last output of a finished request (DB §1.7), then "stop", "length",
-            "abort", "prompt_length_exceeded", "insufficient_system_resource" (preempted and not resumed); ours are
-            "logits_not_finite" and, from `LLM.generate(..., on_invalid="report")`, "invalid_prompt".
+            "abort", "prompt_length_exceeded", "insufficient_system_resource" (preempted and not resumed), "xgrammar
+            runtime errors or timeout", "ve_error" (an image cannot be used); ours are "logits_not_finite" and
+            "invalid_prompt" (of a prompt that does not match its images, and of `LLM.generate(...,
+            on_invalid="report")`).
         finished: whether this is the request's last output.
         max_num_batched_tokens: the engine's constant.
         token_logprobs: log-probability of the token, of the distribution sampled from or of the model

@@ -36,9 +36,10 @@ def token_ids(prompt: Any) -> npt.NDArray[np.int64]:
     return ids.astype(np.int64)
 
 
-def id_problem(ids: npt.NDArray[np.int64], vocab_size: int) -> str | None:
-    """Why these ids cannot be embedded, None if they can."""
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+def id_problem(ids: npt.NDArray[np.int64], vocab_size: int, *, with_images: bool = False) -> str | None:
+    """Why these ids cannot be embedded, None if they can. `with_images`: they may stand for parts of images."""
+    limit = vocab_size + ImageTokenOffset.NUM_SPECIAL if with_images else vocab_size
+    outside = np.flatnonzero((ids < 0) | (ids >= limit))
     if outside.size == 0:
         return None
     position, token = int(outside[0]), int(ids[outside[0]])

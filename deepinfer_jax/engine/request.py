@@ -25,6 +25,7 @@ class Request:
         error: why the engine ended it, "" if it did not.
         constraint: its grammar; None if it has none.
         picture: its prompt with the images in place, kept as long as a preemption may want them again; None for text.
+        awaits: how many things must be ready before it may start: its grammar, its images.
     """
 
     params: SamplingParams
@@ -34,6 +35,7 @@ class Request:
     error: str = ""
     constraint: Constraint | None = None
     picture: ImagePrompt | None = None
+    awaits: int = 0
 
     def take_prompt_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the entries `start`, `start` + 1, … that are not there yet.
@@ -41,6 +43,12 @@ class Request:
         A preempted request computes its prompt again: what it has must not come twice (DB §15.2 trap 27).
         """
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
+
+
+def let_start(sequence: Sequence) -> None:
+    """Says that one of the things that a sequence awaits is ready; with the last one it may run."""
+    sequence.request.awaits -= 1
+    sequence.schedulable = not sequence.request.awaits
 
 
 def check_request_id(request_id: object) -> None:

@@ -40,6 +40,7 @@ def test_the_fields_are_deepinfers_in_its_order_then_ours() -> None:
         *("chunked_prefill", "tokens_per_block", "offline_inference"),
         *("precision", "num_kv_blocks", "kv_cache_format", "enable_prefix_caching", "snapshot_memory_bytes"),
         "image_cache_bytes",
+        "on_image_mismatch",
     ]
 
 

@@ -41,7 +41,7 @@ def test_every_variable_of_deepinfer_is_a_row_with_its_default() -> None:
     rows = {row.name.removeprefix("DEEPINFER_"): str(row.default) for row in TABLE}
     assert {name: rows.get(name) for name in listed} == {name: default.strip() for name, default in listed.items()}
     assert {name for name in DECIDED_LATER if rows[name] == "None"} == DECIDED_LATER
-    ours = {"COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "CPP_LOG_LEVEL", "POISON_FREED_STATE"}
+    ours = {"COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "CPP_LOG_LEVEL", "POISON_FREED_STATE", "MULTI_MODAL_CPUS"}
     assert set(rows) == set(listed) | DECIDED_LATER | ours
 
 
@@ -98,7 +98,7 @@ def test_a_bad_value_is_an_error_that_starts_with_the_variable(
 def test_variables_without_effect_and_unknown_ones_warn_once(
     env: Environment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("ENFORCE_EAGER", "MULTI_MODAL_BUFFER_SIZE", "BATCH_INVARIANT", "LOGGING_INTERVAL_STEPS"):
+    for name in ("ENFORCE_EAGER", "PROFILE_HTTP_ENABLE", "BATCH_INVARIANT", "LOGGING_INTERVAL_STEPS"):
         monkeypatch.setenv(f"DEEPINFER_{name}", "1")
     with caplog.at_level(logging.WARNING, environ.__name__):
         env.warn_inapplicable()
@@ -107,5 +107,5 @@ def test_variables_without_effect_and_unknown_ones_warn_once(
         "DEEPINFER_ENFORCE_EAGER has no effect: not on XLA (every step is a program that was compiled at start)",
         "DEEPINFER_LOGGING_INTERVAL_STEPS is set, but there is no such variable; did you mean "
         "DEEPINFER_LOGGING_INTERVAL_STEP?",
-        "DEEPINFER_MULTI_MODAL_BUFFER_SIZE has no effect: not used in this version",
+        "DEEPINFER_PROFILE_HTTP_ENABLE has no effect: not used in this version",
     ]

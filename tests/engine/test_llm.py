@@ -208,9 +208,14 @@ def test_wrong_calls_are_refused_with_a_sentence() -> None:
     ]:
         with pytest.raises((TypeError, ValueError), match=sentence):
             llm.generate(["AB", "CD"], wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes text"):
+    with pytest.raises(ValueError, match="prompt 0: the model has no vision tower"):
         llm.generate(["AB"], multi_modal_data=[{"image_bytes": [b"x"]}])
-    assert llm.generate("AB", GREEDY, multi_modal_data=None) == llm.generate(["AB"], GREEDY, multi_modal_data=[None])
+    nothing = {"image_bytes": [], "image_sizes": []}  # DeepInfer's spelling of a text request
+    assert llm.generate("AB", GREEDY, multi_modal_data=nothing) == llm.generate(["AB"], GREEDY, multi_modal_data=[None])
+    with pytest.raises(ValueError, match="multi_modal_data holds 2 entries for 1 prompts"):
+        llm.generate(["AB"], multi_modal_data=[None, None])
+    with pytest.raises(TypeError, match="wrap it"):
+        llm.generate(["AB"], multi_modal_data=nothing)
     with pytest.raises(ValueError, match="on_invalid"):
         llm.generate(["AB"], on_invalid="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean max_model_len"):
