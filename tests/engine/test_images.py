@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from async_toy import read
 from toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens
+from toy_grammar import TOKENIZER, constrained_twin
 from toy_images import HeldProcessor, expanded, image_engine, image_parts, picture
 
 from deepinfer_jax.engine.async_engine import AsyncLLMEngine
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.sampling_params import SamplingParams
 from deepinfer_jax.llm import LLM
+from deepinfer_jax.structured import pool
 
 TABLE = make_table()
 IDS, TEXT = [5, IMAGE, 6], [5, 9, 6]
@@ -150,6 +152,26 @@ def test_ids_are_checked_at_once_and_no_image_is_text(engine: LLMEngine, caplog:
     found = run(engine)
     assert [tokens(found[name]) for name in "abc"] == [greedy_twin(TABLE, IDS, 5)] * 3
     assert "there is no image; it is ordinary text" in caplog.text
+
+
+@pytest.mark.parametrize("last", ["grammar", "images"])
+def test_a_request_may_wait_for_a_grammar_and_for_images(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, may_compile = image_engine(tokenizer=TOKENIZER), threading.Event()
+    compile_grammar = pool.compile_grammar
+    monkeypatch.setattr(pool, "compile_grammar", lambda *args: may_compile.wait(60) and compile_grammar(*args))
+    held(engine).may.clear()
+    so_args = {"schema_type": "regex", "schema": "[0-9]{3}[a-f]+"}
+    sequence = engine.add_request("u", "a", greedy(so_args=so_args), IDS, images(picture()))
+    assert sequence is not None
+    engine.step()
+    first, then = (held(engine).may, may_compile) if last == "grammar" else (may_compile, held(engine).may)
+    first.set()
+    while sequence.request.awaits == 2:
+        engine.step()
+    assert not sequence.schedulable and engine.step() == []
+    then.set()
+    assert tokens(run(engine)["a"]) == constrained_twin([5, *expanded(), 6], so_args, 5)
+    engine.close()
 
 
 def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(

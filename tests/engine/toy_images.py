@@ -1,8 +1,8 @@
 """The toy model with images: their ids are part of the history that every distribution depends on."""
 
 import dataclasses
-import os
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +12,6 @@ from toy import IMAGE, VOCAB, ToyTokenizer, toy_parts
 
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.loading import EngineParts
 from deepinfer_jax.tokenization import MultimodalProcessor
 
@@ -57,23 +56,17 @@ class HeldProcessor(MultimodalProcessor):
         return super().overwrite_prompt(*arguments)
 
 
-def image_parts(args: EngineArgs) -> EngineParts:
+def image_parts(args: EngineArgs, tokenizer: Any = None) -> EngineParts:
     """Stands in for `load_parts`."""
-    tokenizer = PictureTokenizer()
+    names = PictureTokenizer()
+    tokenizer = tokenizer or names
     processor = HeldProcessor(
-        RULES, tokenizer, image_token_id=IMAGE, vocab_size=VOCAB, on_image_mismatch=args.on_image_mismatch
+        RULES, names, image_token_id=IMAGE, vocab_size=VOCAB, on_image_mismatch=args.on_image_mismatch
     )
     return dataclasses.replace(toy_parts(args), tokenizer=tokenizer, processor=processor)
 
 
-def image_engine(*, overlap: bool = True, **kwargs: Any) -> LLMEngine:
+def image_engine(*, tokenizer: Any = None, **kwargs: Any) -> LLMEngine:
     defaults = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
-    variable = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
-    with (
-        mock.patch.dict(os.environ, {} if overlap else {variable: "0"}),
-        mock.patch("deepinfer_jax.engine.engine.load_parts", image_parts),
-    ):
-        rearm(variable)
-        engine = LLMEngine(EngineArgs(**(defaults | kwargs)))
-    rearm(variable)
-    return engine
+    with mock.patch("deepinfer_jax.engine.engine.load_parts", partial(image_parts, tokenizer=tokenizer)):
+        return LLMEngine(EngineArgs(**(defaults | kwargs)))
