@@ -256,6 +256,8 @@ class LLMEngine:
             prompt_token_ids=state.prompt_token_ids,
             output_token_ids=state.output_token_ids.tolist(),
             imported=Imported(num_tokens=state.num_tokens, state=state.slot, blocks=state.blocks),
+            images=() if state.picture is None else image_contents(state.picture),
+            picture=state.picture,
         )
 
     def _submit(
@@ -410,7 +412,8 @@ class LLMEngine:
         generation_throughput; queue_time_* (arrival to first launch) and ttft_* (arrival to first token) in
         seconds, mean and max of the latest requests, sum and count of all; schedule_seconds, launch_seconds,
         wait_seconds, process_seconds, where the time went since the start; num_requests_awaiting_images (they count as
-        waiting too), num_images_opened, image_bytes_waiting (pixels of requests that have not started). With
+        waiting too), num_images_opened, image_bytes_waiting (pixels of requests that have not started),
+        num_images_encoded, num_images_reused (how often a prefill step found what was encoded before). With
         DEEPINFER_ENABLE_MTP_VARLEN also predicted_acceptance, real_acceptance (of drafts that were judged, by their
         place), num_steps_by_size (decode steps by the tokens of their program), verification_slope_ms (what a row took
         beyond what was measured at the start).
@@ -428,6 +431,8 @@ class LLMEngine:
             "total_slots": scheduler.total_slots,
             "compile_count": self.compile_count,
             **self.pictures.snapshot(),
+            "num_images_encoded": 0 if self._features is None else self._features.rows.num_encoded,
+            "num_images_reused": 0 if self._features is None else self._features.rows.num_reused,
             **({} if scheduler.verification is None else scheduler.verification.snapshot()),
         } | self._stats.snapshot()
 

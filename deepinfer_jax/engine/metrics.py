@@ -35,6 +35,8 @@ _COUNTERS = (
     ("deepinfer_decode_rows", "Rows of decode steps.", "num_decode_rows"),
     ("deepinfer_wasted_rows", "Those of rejected drafts.", "num_wasted_rows"),
     ("deepinfer_images_opened", "Images of requests that were opened.", "num_images_opened"),
+    ("deepinfer_images_encoded", "Images that the vision tower saw.", "num_images_encoded"),
+    ("deepinfer_images_reused", "Images of prefill steps that it had seen before.", "num_images_reused"),
     ("deepinfer_num_preemptions", "Sequences that gave up their blocks.", "num_preemptions"),
 )
 _SUMMARIES = (
