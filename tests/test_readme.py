@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    "code", BLOCKS, ids=["generate", "structured", "engine", "async", "hand-over", "forward", "sampler"]
+    "code", BLOCKS, ids=["generate", "images", "structured", "engine", "async", "hand-over", "forward", "sampler"]
 )
 def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -25,6 +25,8 @@ def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if "texts" in namespace:
         texts = namespace["texts"]
         assert isinstance(texts, list) and len(texts) == 2 and all(texts)
+    if "caption" in namespace:
+        assert isinstance(namespace["caption"], str) and namespace["caption"]
     if "document" in namespace:
         document = namespace["document"]
         assert isinstance(document, str) and set(json.loads(document)) == {"name", "age"}

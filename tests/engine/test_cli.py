@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy import greedy_twin, make_table
+from PIL import Image
+from toy import greedy_twin, make_table, toy_parts
+from toy_images import expanded, image_parts, picture
 from typer.testing import CliRunner
 
 from deepinfer_jax import embedded
@@ -82,6 +84,27 @@ def test_calibrate_prints_temperatures_that_the_engine_takes(tmp_path: Path, mon
     assert [line.split()[3] for line in again[1:3]] == lines[-1].split(",")
     monkeypatch.undo()
     rearm()
+
+
+def test_images_take_the_placeholders_of_every_prompt_or_stand_in_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", image_parts)
+    Image.fromarray(picture()).save(tmp_path / "a.png")
+    Image.fromarray(picture((8, 4))).save(tmp_path / "b.png")
+    files = ["--image", str(tmp_path / "a.png"), "--image", str(tmp_path / "b.png")]
+    status, out, err = invoke(*TOY_MODEL, *files, "--prompt", "A<image>B<image>", "--prompt", "AB")
+    wide = expanded((8, 4))
+    wanted = [greedy_twin(make_table(), ids, 4) for ids in ([17, *expanded(), 18, *wide], [*expanded(), *wide, 17, 18])]
+    texts = ["".join(chr(48 + token) for token in ids) for ids in wanted]
+    assert (status, out, err) == (0, f"A<image>B<image>{texts[0]}\nAB{texts[1]}\n", "")
+    status, out, err = invoke(*TOY_MODEL, *files, "--prompt", "A<image>")
+    assert (status, out) == (1, "") and "1 runs of image tokens" in err and "2 images came with it" in err
+    status, out, err = invoke(*TOY_MODEL, "--image", str(tmp_path / "none.png"), "--prompt", "A")
+    assert (status, out) == (1, "") and "none.png" in err and err.count("\n") == 1
+    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", toy_parts)
+    status, out, err = invoke(*TOY_MODEL, *files, "--prompt", "A")
+    assert (status, out) == (1, "") and "no vision tower" in err
 
 
 @pytest.mark.usefixtures("toy_model")
