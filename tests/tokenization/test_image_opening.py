@@ -5,6 +5,7 @@ import io
 import urllib.parse
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -232,3 +233,12 @@ def test_random_and_mutated_files_give_pictures_or_this_error():
             opened += 1
     # Both happen often, or the mutations prove nothing.
     assert opened > 200 and refused > 700
+
+
+def test_threads_may_share_a_pillow_image_that_is_not_decoded_yet():
+    noise = np.random.default_rng(0).integers(256, size=(300, 200, 3), dtype=np.uint8)
+    for _ in range(5):
+        lazy = Image.open(io.BytesIO(encoded(noise)))
+        with ThreadPoolExecutor(4) as threads:
+            for opened in threads.map(pixels, [lazy] * 4):
+                assert np.array_equal(opened, noise)
