@@ -1,37 +1,29 @@
 """`LLMEngine`: requests in, one output object per emitted token out (DB §1.4)."""
 
-import contextlib
 import logging
 import math
 import random
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
-from deepinfer_jax.engine.diagnosis import explain_failures
 from deepinfer_jax.engine.environ import env
-from deepinfer_jax.engine.garbage import collector_paused
-from deepinfer_jax.engine.grammars import Grammars
 from deepinfer_jax.engine.handover import SequenceState, check_state, computed_state
-from deepinfer_jax.engine.launch import Launched, launch
-from deepinfer_jax.engine.loading import load_parts, verifies_by_confidence
+from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.pictures import Pictures, image_contents
+from deepinfer_jax.engine.pictures import image_contents
 from deepinfer_jax.engine.prompts import id_problem, token_ids
-from deepinfer_jax.engine.request import Request, check_request_id, let_start, own_params
-from deepinfer_jax.engine.results import keep_prompt_logprobs, output_without_token, token_outputs
+from deepinfer_jax.engine.request import Request, check_request_id, own_params
 from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.engine.stats import EngineStats, log_line
+from deepinfer_jax.engine.stats import log_line
+from deepinfer_jax.engine.step_loop import StepLoop
 from deepinfer_jax.engine.stop_texts import StopTexts
 from deepinfer_jax.engine.values import number
-from deepinfer_jax.engine.verification import StepClock, verification_policy
-from deepinfer_jax.runtime.runner import StepResult
-from deepinfer_jax.scheduler import DecodeStep, Imported, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.scheduler import Imported, Sequence
 from deepinfer_jax.tokenization import ImagePrompt
 
 logger = logging.getLogger(__name__)
@@ -68,52 +60,19 @@ class LLMEngine:
         self._log_interval = 0 if args.disable_log_stats else env.LOGGING_INTERVAL_STEP
         parts = load_parts(args)
         self.tokenizer = parts.tokenizer
-        self.limits = limits = parts.limits
+        self.limits = parts.limits
         self.vocab_size = parts.vocab_size
         self._image_token_id = parts.image_token_id
         self._identity = parts.identity
-        self._runner = parts.runner
-        self._features = parts.features
-        self._diagnose = parts.diagnose
-        self._poison = env.POISON_FREED_STATE
-        self._scheduler = Scheduler(
-            buckets=parts.buckets,
-            data_parallel_size=limits.data_parallel_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_blocks=parts.num_blocks,
-            tokens_per_block=limits.tokens_per_block,
-            num_drafts=limits.num_drafts,
-            chunked_prefill=limits.chunked_prefill,
-            stop_preempted_request=args.stop_preempted_request,
-            prefix_caching=parts.prefix_caching,
-            snapshot_budget=args.snapshot_memory_bytes,
-            decodes=args.engine_type != EngineType.PROMPT,
-        )
-        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail)
-        self.pictures = Pictures(parts.processor, self._place_images, self._fail)
-        self._open: dict[str, Sequence] = {}  # requests that have not given their last output
-        self._computed: dict[str, Sequence] = {}  # those of them that wait for their export
-        self._ready: list[RequestOutput] = []  # outputs that the next return of `step` hands out
-        self._launched: list[Launched] = []  # launched and not booked, in the order of the device
+        self._loop = StepLoop(args, parts)
+        self.pictures = self._loop.pictures
         self._next_seq_id = 0
-        self._stats = EngineStats(limits.num_drafts)
         self._closed = False
-        self._temperatures = parts.temperatures
-        self._clock = StepClock()
-        self._runner.warm_up(progress=sys.stderr.isatty())
-        if self._features is not None:
-            self._features.warm_up()
-        if verifies_by_confidence(limits):
-            self._scheduler.verification = verification_policy(
-                self._runner, parts.buckets, parts.temperatures, limits.data_parallel_size, parts.key
-            )
 
     @property
     def compile_count(self) -> int:
         """How many step programs have been compiled; constant from the end of construction on."""
-        return self._runner.compile_count
+        return self._loop.runner.compile_count
 
     def add_request(
         self,
@@ -201,7 +160,7 @@ class LLMEngine:
         They hold slot and blocks until they are exported or aborted, and others may wait for these: export between two
         steps, not after the last one.
         """
-        return list(self._computed)
+        return list(self._loop.computed)
 
     def export_sequence(self, request_id: str) -> SequenceState:
         """Takes a computed prompt out of a PROMPT engine, for the `import_sequence` of a COMPLETION engine.
@@ -213,17 +172,15 @@ class LLMEngine:
             raise ValueError(
                 f"a {self.args.engine_type.name} engine hands nothing over; make one with engine_type=EngineType.PROMPT"
             )
-        if request_id not in self._computed:
+        if request_id not in self._loop.computed:
             raise ValueError(
-                f"request {request_id} is not a computed prompt; there are: {', '.join(self._computed) or 'none'}"
+                f"request {request_id} is not a computed prompt; there are: {', '.join(self._loop.computed) or 'none'}"
             )
-        sequence = self._computed[request_id]
+        sequence = self._loop.computed[request_id]
         assert self._identity is not None
-        with self._losing_all_on_failure():
-            state = computed_state(self._runner, sequence, self._identity, self.limits.tokens_per_block)
-            self._scheduler.hand_over(sequence)
-            del self._open[request_id], self._computed[request_id]
-            self._stats.finished["handed_over"] += 1
+        with self._loop.losing_all_on_failure():
+            state = computed_state(self._loop.runner, sequence, self._identity, self.limits.tokens_per_block)
+            self._loop.leave(sequence)
         return state
 
     def import_sequence(self, state: SequenceState) -> Sequence:
@@ -246,7 +203,7 @@ class LLMEngine:
         self._check_unused(state.request_id)
         params = own_params(state.params, self.tokenizer.eos_token_id)
         # What is wrong with one request must not reach the scheduler: a failure there ends all that run.
-        check_state(state, self._runner, self.limits, params.max_tokens)
+        check_state(state, self._loop.runner, self.limits, params.max_tokens)
         return self._submit(
             user_id=state.user_id,
             request_id=state.request_id,
@@ -273,9 +230,9 @@ class LLMEngine:
         """Hands the scheduler a sequence with these fields. unopened: images that are not in the prompt yet."""
         prompt_len = len(prompt_token_ids)
         structured = params.structured()
-        constraint = None if structured is None else self._grammars.constraint(structured)
+        constraint = None if structured is None else self._loop.grammars.constraint(structured)
         awaits = (constraint is not None) + (unopened is not None)
-        refusal = self._scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
+        refusal = self._loop.scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
         sequence = Sequence(
             seq_id=self._next_seq_id,
             prompt_token_ids=prompt_token_ids,
@@ -285,7 +242,7 @@ class LLMEngine:
             ignore_eos=params.ignore_eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             stop_text=StopTexts(self.tokenizer.decode, tuple(params.stop), params.min_tokens) if params.stop else None,
-            most_cached_tokens=self._most_cached_tokens(prompt_len),
+            most_cached_tokens=self._loop.most_cached_tokens(prompt_len),
             schedulable=not awaits,
             # With drafts it depends on the results in flight which outputs a step gives, so which ids it is forced to.
             waits_for_results=constraint is not None
@@ -296,19 +253,8 @@ class LLMEngine:
             **fields,
         )
         self._next_seq_id += 1
-        with self._losing_all_on_failure():
-            self._open[sequence.request_id] = sequence
-            self._scheduler.add_sequence(sequence)
-            if constraint is not None and not sequence.status.finished:
-                self._grammars.add(sequence)
-            if unopened is not None and not sequence.status.finished:
-                self.pictures.add(sequence, unopened)
+        self._loop.add(sequence, unopened)
         return sequence
-
-    def _most_cached_tokens(self, prompt_len: int) -> int | None:
-        """Of earlier tokens bounded replay leaves no windows in the consumer layers."""
-        keep = self.limits.keep_tokens
-        return None if keep is None else max(prompt_len - keep, 0)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError for parameters that an engine of these limits cannot serve."""
@@ -339,7 +285,7 @@ class LLMEngine:
 
     def length_problem(self, prompt_len: int, params: SamplingParams) -> str | None:
         """Why a prompt of this length can never run, with the arithmetic; None if it can."""
-        return self._scheduler.refusal(prompt_len, params.max_tokens)
+        return self._loop.scheduler.refusal(prompt_len, params.max_tokens)
 
     def step(self) -> list[RequestOutput]:
         """Launches a prefill chunk and a decode step where there is work, and reads the results that are due.
@@ -348,30 +294,17 @@ class LLMEngine:
         caller.
         """
         self._check_open()
-        with self._losing_all_on_failure(), collector_paused():
-            num_due = len(self._launched)
-            self._grammars.pump()
-            self.pictures.pump()
-            if not num_due:
-                self._wait_for_a_start()
-            self._launch(self._plan())
-            if not self.limits.zero_overhead_scheduling:
-                num_due = len(self._launched)
-            self._read(num_due)
-            if not self._open:
-                self._scheduler.check_idle()
-        if num_due or self._launched:
-            self._stats.end_step()
-            if self._log_interval > 0 and self._stats.steps % self._log_interval == 0:
+        if self._loop.step():
+            self._loop.stats.end_step()
+            if self._log_interval > 0 and self._loop.stats.steps % self._log_interval == 0:
                 logger.info("%s", log_line(self.stats()))
-        return self._hand_out()
+        return self._loop.hand_out()
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Reads all steps that were launched and not yet read; launches none."""
         self._check_open()
-        with self._losing_all_on_failure():
-            self._read(len(self._launched))
-        return self._hand_out()
+        self._loop.flush()
+        return self._loop.hand_out()
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
         """Ends unfinished requests. Returns how many, and the sum of their lengths in tokens.
@@ -384,20 +317,17 @@ class LLMEngine:
         elif not isinstance(request_id, (list, tuple, set, dict)):
             raise TypeError(f"request_id must be a string or a list, tuple, set or dict of them, got {request_id!r}")
         request_ids = set(request_id)
-        if unknown := [name for name in request_ids if name not in self._open]:
+        if unknown := [name for name in request_ids if name not in self._loop.open]:
             logger.info("nothing to abort: %s not unfinished", ", ".join(map(str, unknown)))
-        with self._losing_all_on_failure():
-            for name in request_ids:
-                self._computed.pop(name, None)
-            return self._scheduler.abort(request_ids)
+        return self._loop.abort(request_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has something to give. A PROMPT engine has nothing to add to a computed prompt."""
-        return bool(self.get_num_unfinished_requests() or self._ready)
+        return bool(self.get_num_unfinished_requests() or self._loop.ready)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not given their last output, computed prompts of a PROMPT engine not counted."""
-        return len(self._open) - len(self._computed)
+        return self._loop.num_unfinished
 
     def stats(self) -> dict[str, Any]:
         """What the engine is doing and has done; may be called at any time.
@@ -418,7 +348,7 @@ class LLMEngine:
         place), num_steps_by_size (decode steps by the tokens of their program), verification_slope_ms (what a row took
         beyond what was measured at the start).
         """
-        scheduler = self._scheduler
+        scheduler = self._loop.scheduler
         return {
             "num_waiting": scheduler.num_waiting,
             "num_running": scheduler.num_running,
@@ -431,160 +361,20 @@ class LLMEngine:
             "total_slots": scheduler.total_slots,
             "compile_count": self.compile_count,
             **self.pictures.snapshot(),
-            "num_images_encoded": 0 if self._features is None else self._features.rows.num_encoded,
-            "num_images_reused": 0 if self._features is None else self._features.rows.num_reused,
+            "num_images_encoded": 0 if self._loop.features is None else self._loop.features.rows.num_encoded,
+            "num_images_reused": 0 if self._loop.features is None else self._loop.features.rows.num_reused,
             **({} if scheduler.verification is None else scheduler.verification.snapshot()),
-        } | self._stats.snapshot()
+        } | self._loop.stats.snapshot()
 
     def close(self) -> None:
         """Frees parameters, cache and requests; a closed engine refuses new ones. May be called again."""
         self._closed = True
-        for kept in (self._open, self._computed, self._ready, self._launched):
-            kept.clear()
-        self._grammars.close()
-        self.pictures.close()
-        self._diagnose = None  # it holds the parameters
-        self._runner.close()
-        if self._features is not None:
-            self._features.close()
+        self._loop.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
 
     def _check_unused(self, request_id: str) -> None:
-        if request_id in self._open or any(output.request_id == request_id for output in self._ready):
+        if request_id in self._loop.open or any(output.request_id == request_id for output in self._loop.ready):
             raise ValueError(f"request {request_id} is unfinished; give the new request another id")
-
-    def _plan(self) -> StepPlan:
-        """The next plan; requests that ended without a token have their outputs."""
-        start = time.perf_counter()
-        plan = self._scheduler.schedule()
-        self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in plan.ignored])
-        self._stats.seconds["schedule"] += time.perf_counter() - start
-        return plan
-
-    def _launch(self, plan: StepPlan) -> None:
-        start = time.perf_counter()
-        self._launched += launch(
-            self._runner,
-            plan,
-            self.limits,
-            vocab_size=self.vocab_size,
-            poison=self._poison,
-            features=self._features,
-        )
-        if plan.prefill is not None:
-            self._stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
-        self._stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
-        started = [restore.sequence for restore in plan.restores]
-        for sequence in started + (plan.prefill.sequences if plan.prefill is not None else []):
-            if not sequence.request.launched:
-                sequence.request.launched = True
-                self._stats.queue.add(start - sequence.arrival_time)
-        self._stats.seconds["launch"] += time.perf_counter() - start
-
-    def _read(self, count: int) -> None:
-        """Waits for the first `count` launched steps and books what they gave."""
-        for _ in range(count):
-            start = time.perf_counter()
-            launched = self._launched.pop(0)
-            step, result, states = launched.step, launched.result.result(), launched.captured()
-            arrived = time.perf_counter()
-            took = self._clock.read(launched, start, arrived)
-            if isinstance(step, PrefillStep):
-                keep_prompt_logprobs(step, result)
-            taken = self._scheduler.update(step, result.tokens, result.counts, result.finite, states)
-            if not result.finite.all():
-                explain_failures(step, taken, self._diagnose)
-            outputs = token_outputs(step, result, taken, self.limits.max_num_batched_tokens, self._temperatures)
-            self._stats.generation_tokens += sum([number for _, number in taken])
-            if isinstance(step, DecodeStep):
-                rows = [row for row, number in taken if number]
-                self._stats.drafts.add(result.verified[rows], result.counts[rows])
-                self._book_verification(step, result, took)
-            if isinstance(step, PrefillStep):
-                self._note_first_tokens(outputs, arrived)
-            self._emit(outputs)
-            self._grammars.follow(step, result)
-            self._stats.seconds["wait"] += arrived - start
-            self._stats.seconds["process"] += time.perf_counter() - arrived
-
-    def _book_verification(self, step: DecodeStep, result: StepResult, took: tuple[float, float] | None) -> None:
-        """took: of `StepClock.read`."""
-        policy = self._scheduler.verification
-        if policy is None:
-            return
-        assert result.confidences is not None
-        policy.book(step, result.confidences, result.verified, result.counts)
-        if took is not None:
-            policy.times.add(step.bucket, len(step.sequences), *took)
-
-    def _note_first_tokens(self, outputs: list[RequestOutput], arrived: float) -> None:
-        for output in outputs:
-            if output.num_output_tokens == 1 and not output.message:
-                sequence = self._open[output.request_id]
-                self._stats.first_token.add(arrived - sequence.arrival_time)
-                if self.args.engine_type is EngineType.PROMPT and not output.finished:
-                    self._computed[output.request_id] = sequence
-
-    def _wait_for_a_start(self) -> None:
-        """Waits a little if no request can run before its grammar or its images are there."""
-        grammars, pictures = self._grammars.pending, self.pictures.pending
-        if len(grammars | pictures) == self.get_num_unfinished_requests() > 0:
-            (self._grammars if grammars else self.pictures).wait(_WAIT)
-
-    def _place_images(self, sequence: Sequence, prompt: ImagePrompt) -> None:
-        """Gives a waiting sequence its prompt with the images in place; one that is now too long ends."""
-        sequence.replace_prompt(prompt.token_ids, image_contents(prompt))
-        sequence.most_cached_tokens = self._most_cached_tokens(sequence.prompt_len)
-        if refusal := self._scheduler.refusal(sequence.prompt_len, sequence.max_tokens):
-            self._fail(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
-            return
-        sequence.request.picture = prompt
-        let_start(sequence)
-
-    def _fail(self, sequence: Sequence, reason: str, status: SequenceStatus) -> None:
-        """Ends a sequence whose grammar or whose images failed; the next plan reports it."""
-        sequence.request.error = reason
-        self._scheduler.abort([sequence.request_id], status)
-
-    def _emit(self, outputs: list[RequestOutput]) -> None:
-        self._ready += outputs
-        for output in outputs:
-            if output.finished:
-                del self._open[output.request_id]
-                self._computed.pop(output.request_id, None)
-                self._stats.finished[output.finish_reason] += 1
-
-    def _hand_out(self) -> list[RequestOutput]:
-        outputs, self._ready = self._ready, []
-        return outputs
-
-    @contextlib.contextmanager
-    def _losing_all_on_failure(self) -> Iterator[None]:
-        """What fails or is interrupted within ends all that ran; those that wait are not touched.
-
-        The cache was handed to a step that broke, and with it went their state. Each gives one output, handed out by
-        the next step.
-        """
-        try:
-            yield
-        except BaseException as error:  # Ctrl-C too, which may come anywhere: no account that was open is relied on
-            self._launched.clear()
-            waiting = self._scheduler.reset()
-            told = {output.request_id for output in self._ready if output.finished}
-            self._open = {name: sequence for name, sequence in self._open.items() if name not in told}
-            lost = [sequence for sequence in self._open.values() if sequence not in waiting]
-            for sequence in lost:
-                if sequence.status < SequenceStatus.FINISHED_ABORTED:  # it ran, or its last token is lost
-                    sequence.status = SequenceStatus.FINISHED_ABORTED
-                sequence.request.error = (
-                    sequence.request.error
-                    or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
-                )
-            self._emit([output_without_token(sequence, self.limits.max_num_batched_tokens) for sequence in lost])
-            self._runner.reset()
-            if self._features is not None:
-                self._features.reset()
-            raise

@@ -370,7 +370,7 @@ def test_a_prompt_that_is_no_list_of_ids_is_refused(prompt: object, sentence: st
 
 def test_other_requests_that_cannot_be_are_refused() -> None:
     engine = toy_engine()
-    with pytest.raises(ValueError, match="takes text"):
+    with pytest.raises(ValueError, match="has no vision tower"):
         engine.add_request("u", "r", SamplingParams(), [5], {"image_bytes": [b""], "image_sizes": [(1, 1)]})
     with pytest.raises(TypeError, match="request_id must be a string, got 7"):
         engine.add_request("u", 7, SamplingParams(), [5])  # type: ignore[arg-type]

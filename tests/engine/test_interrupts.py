@@ -99,7 +99,7 @@ def test_an_interrupt_at_any_line_ends_what_ran_once_and_the_engine_goes_on(
     for at in range(1, whole.lines, 599):
         engine, ends = crowded(Interrupt(at), **options)
         assert ends == {str(i): 1 for i in range(8)}
-        engine._scheduler.check_idle()
-        assert engine._scheduler.num_unfinished == 0
+        engine._loop.scheduler.check_idle()
+        assert engine._loop.scheduler.num_unfinished == 0
         engine.add_request("u", "0", SamplingParams(temperature=0, max_tokens=4), [5, 6])  # the name is free again
         assert tokens(run(engine)["0"]) == greedy_twin(make_table(), [5, 6], 4)
