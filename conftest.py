@@ -1,4 +1,5 @@
-"""For all tests and notebooks: a user cache of this run alone, so that they neither read nor leave anything."""
+"""For all tests and notebooks: a user cache of this run alone, so that they neither read nor leave anything, and one
+cache of compiled programs for all runs, whose time goes into compiling."""
 
 import gc
 import os
@@ -14,6 +15,14 @@ import pytest
 hypothesis.settings.register_profile("deepinfer-jax", deadline=None)
 hypothesis.settings.load_profile("deepinfer-jax")
 
+# What `make test` compiled, `make test-slow` need not compile again, nor one worker what the other did. A program is
+# found by all that it is compiled from, so a change of the code finds nothing old. Set before any import of jax.
+_COMPILED = Path(__file__).parent / ".pytest_cache" / "xla"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+_MOST_COMPILED_BYTES = 2 << 30  # a run that finds more starts anew
+
 # Linux lets a process have 65,530 memory maps. Every program that XLA:CPU compiled holds some, and XLA crashes when it
 # gets no more.
 _MANY_MAPS = 30_000
@@ -25,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.mkdtemp(prefix="deepinfer-jax-tests-")
     os.environ["XDG_CACHE_HOME"] = directory  # subprocesses and notebook kernels inherit it
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+    if _COMPILED.exists() and sum(file.stat().st_size for file in _COMPILED.iterdir()) > _MOST_COMPILED_BYTES:
+        shutil.rmtree(_COMPILED)
 
 
 def pytest_runtest_teardown() -> None:
