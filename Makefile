@@ -35,10 +35,10 @@ lint: install
 	$(VENV)/bin/lint-imports
 
 test-fast: install
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m "not slow" --nbmake tests notebooks
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --nbmake tests notebooks
 
 test-slow: install
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m slow
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 bench: install
 	for script in benchmarks/*.py; do $(PYTHON) "$$script" || exit 1; done
