@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,7 +237,7 @@ def pictures_of(data: Mapping[str, Any]) -> tuple[list[ImageSource], list[Span] 
 
 def _as_size(size: Any) -> Span:
     try:
-        width, height = (int(side) for side in size)
+        width, height = (operator.index(side) for side in size)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a size in image_sizes is (width, height) in pixels, not {size!r}") from error
+        raise ValueError(f"a size in image_sizes is (width, height) in pixels, not {size!r}: two integers") from error
     return width, height

@@ -124,6 +124,7 @@ class LLMEngine:
             self.check_params(params)
             images, opened = None, None
             if isinstance(multi_modal_data, ImagePrompt):
+                self.pictures.check_tower()
                 opened, prompt_token_ids = multi_modal_data, multi_modal_data.token_ids
             else:
                 images = self.pictures.checked(multi_modal_data)
@@ -231,7 +232,8 @@ class LLMEngine:
         prompt_len = len(prompt_token_ids)
         structured = params.structured()
         constraint = None if structured is None else self._loop.grammars.constraint(structured)
-        awaits = (constraint is not None) + (unopened is not None)
+        wanted = {"grammar": constraint, "images": unopened}
+        awaits = {name for name, value in wanted.items() if value is not None}
         refusal = self._loop.scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
         sequence = Sequence(
             seq_id=self._next_seq_id,

@@ -83,7 +83,7 @@ class Grammars:
                 if constraint.matcher is None:
                     continue
                 constraint.advance(sequence.output_token_ids, [])
-                let_start(sequence)
+                let_start(sequence, "grammar")
             except GrammarError as error:
                 self._fail(sequence, str(error), SequenceStatus.FINISHED_SO_FAILED)
             del self._pending[sequence]

@@ -160,7 +160,11 @@ class ImageWorkers:
         while len(self._begun) < self._num_threads and (pending := self._begin()) is not None:
             self._num_threads_made += 1
             name = f"images-{self._num_threads_made}"
-            threading.Thread(target=self._work, args=(pending,), name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, args=(pending,), name=name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more of them
+                del self._begun[pending]
+                self._finish(pending, None, ImageError(f"no thread could be started to open the images: {error}"))
 
     def _begin(self) -> PendingImages | None:
         """Takes the next request for a thread; None if there is none, or no room for what it will be."""
@@ -177,7 +181,7 @@ class ImageWorkers:
             try:
                 prompt = None if source is None else self._process(*source)
             except ValueError as problem:
-                error = problem
+                error = _without_frames(problem)
             except Exception as problem:  # whatever it is, it must not leave the request waiting
                 error = ImageError(f"the images cannot be opened: {type(problem).__name__}: {problem}")
             with self._changed:
@@ -197,3 +201,9 @@ class ImageWorkers:
             self._held_bytes += pending.num_bytes
             self._num_processed += len(prompt.images)
         self._changed.notify_all()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """What `raise` wrote into it is gone: its frames hold the images, and lie in a circle with the error."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -71,9 +71,13 @@ class Pictures:
             sources, sizes = None, None
         if sources is not None and not sources:
             return None
+        self.check_tower()
+        return {"image_bytes": sources, "image_sizes": sizes}
+
+    def check_tower(self) -> None:
+        """Raises ValueError if the model has no vision tower."""
         if self._processor is None:
             raise ValueError("the model has no vision tower, so a prompt takes no images: leave multi_modal_data out")
-        return {"image_bytes": sources, "image_sizes": sizes}
 
     def add(self, sequence: Sequence, data: Mapping[str, Any]) -> None:
         """Has the pictures of a submitted sequence opened; it must not be schedulable."""
@@ -81,8 +85,6 @@ class Pictures:
 
     def pump(self) -> None:
         """Hands on the sequences whose pictures are opened, and ends those whose pictures cannot be used."""
-        for sequence in [one for one in self._ready if one.request.launched or one.status.finished]:
-            self._ready.pop(sequence).release()
         for sequence, pending in list(self._pending.items()):
             if not sequence.status.finished:  # not aborted
                 try:
@@ -95,11 +97,12 @@ class Pictures:
                     if prompt is None:
                         continue
                     self._place(sequence, prompt)
+            # In this order: an interrupt in between leaves it to the next call to do this again.
+            self._ready[sequence] = pending
             del self._pending[sequence]
-            if sequence.status.finished:
-                pending.release()
-            else:
-                self._ready[sequence] = pending
+        for sequence in [one for one in self._ready if one.request.launched or one.status.finished]:
+            self._ready[sequence].release()
+            del self._ready[sequence]
 
     def wait(self, seconds: float) -> None:
         """Returns once the pictures of a request are opened or failed, at the latest after so many seconds."""
@@ -110,8 +113,10 @@ class Pictures:
         self, requests: Iterable[tuple[npt.NDArray[np.int32], Mapping[str, Any]]]
     ) -> list[ImagePrompt | ValueError]:
         """Opens the pictures of prompts, data as of `checked`, and waits; of each the prompt or why there is none."""
-        pending = [self._submit(token_ids, data) for token_ids, data in requests]
+        pending: list[PendingImages] = []
         try:
+            for token_ids, data in requests:
+                pending.append(self._submit(token_ids, data))
             return [self._outcome(one) for one in pending]
         finally:
             for one in pending:

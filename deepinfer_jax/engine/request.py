@@ -25,7 +25,7 @@ class Request:
         error: why the engine ended it, "" if it did not.
         constraint: its grammar; None if it has none.
         picture: its prompt with the images in place, kept as long as a preemption may want them again; None for text.
-        awaits: how many things must be ready before it may start: its grammar, its images.
+        awaits: what must be ready before it may start: "grammar", "images".
     """
 
     params: SamplingParams
@@ -35,7 +35,7 @@ class Request:
     error: str = ""
     constraint: Constraint | None = None
     picture: ImagePrompt | None = None
-    awaits: int = 0
+    awaits: set[str] = field(default_factory=set)
 
     def take_prompt_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the entries `start`, `start` + 1, … that are not there yet.
@@ -45,9 +45,9 @@ class Request:
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
 
-def let_start(sequence: Sequence) -> None:
-    """Says that one of the things that a sequence awaits is ready; with the last one it may run."""
-    sequence.request.awaits -= 1
+def let_start(sequence: Sequence, ready: str) -> None:
+    """Says that one of the things that a sequence awaits is ready; with the last one it may run. May be said again."""
+    sequence.request.awaits.discard(ready)
     sequence.schedulable = not sequence.request.awaits
 
 

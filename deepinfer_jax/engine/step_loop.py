@@ -160,6 +160,7 @@ class StepLoop:
             waiting = self.scheduler.reset()
             told = {output.request_id for output in self.ready if output.finished}
             self.open = {name: sequence for name, sequence in self.open.items() if name not in told}
+            self.scheduler.abort([sequence.request_id for sequence in waiting if self._is_forgotten(sequence)])
             lost = [sequence for sequence in self.open.values() if sequence not in waiting]
             for sequence in lost:
                 if sequence.status < SequenceStatus.FINISHED_ABORTED:  # it ran, or its last token is lost
@@ -271,12 +272,17 @@ class StepLoop:
             self._fail(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
             return
         sequence.request.picture = prompt
-        let_start(sequence)
+        let_start(sequence, "images")
 
     def _fail(self, sequence: Sequence, reason: str, status: SequenceStatus) -> None:
         """Ends a sequence whose grammar or whose images failed; the next plan reports it."""
         sequence.request.error = reason
         self.scheduler.abort([sequence.request_id], status)
+
+    def _is_forgotten(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence awaits what nobody makes, as its `add` was interrupted."""
+        pending = {"grammar": self.grammars.pending, "images": self.pictures.pending}
+        return any(sequence not in pending[awaited] for awaited in sequence.request.awaits)
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         self.ready += outputs

@@ -193,8 +193,9 @@ class VisionEncoder:
         self.features = jnp.zeros((self.num_rows, self._config.text.hidden_size), dtype, device=self._placement)
 
     def close(self) -> None:
-        """Frees parameters, features and programs; what was launched still runs."""
-        del self._vision, self.features
+        """Frees parameters, features and programs; what was launched still runs. May be called again."""
+        for name in ("_vision", "features"):
+            self.__dict__.pop(name, None)
         self._programs.clear()
 
     def _described(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

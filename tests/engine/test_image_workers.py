@@ -3,7 +3,9 @@
 Nothing here waits for time to pass: threads are held by locks, and the clock is a number.
 """
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,6 +168,45 @@ def test_an_exception_ends_its_request_alone(
     good.release()
     bad.release()
     assert idle(workers)
+
+
+def test_without_a_thread_a_request_fails_alone(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = opener.workers()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start")))
+        failed = submit(workers, "a")
+    with pytest.raises(ImageError, match="no thread could be started to open the images: can't start"):
+        failed.result()
+    opener.let("b")
+    outcome(workers, good := submit(workers, "b"))
+    good.release()
+    assert idle(workers)
+
+
+def test_a_failed_request_leaves_nothing_behind() -> None:
+    """Nor a circle of references: many large images could lie in them until Python looks for such."""
+
+    def fail(ids: np.ndarray, data: Any) -> ImagePrompt:
+        try:
+            raise OSError("cut short")
+        except OSError as error:
+            raise ImageError("damaged") from error
+
+    workers = ImageWorkers(fail, num_threads=1, max_bytes=1, max_requests=1, timeout=0)
+    picture = np.zeros(1)
+    left = weakref.ref(picture)
+    gc.disable()
+    try:
+        pending = workers.submit(IDS, {"picture": picture})
+        del picture
+        with pytest.raises(ImageError, match="damaged"):
+            outcome(workers, pending)
+        for thread in threading.enumerate():
+            if thread.name.startswith("images-"):
+                thread.join(PATIENCE)
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_hangs_ends_its_request_and_another_takes_its_place(opener: Opener) -> None:

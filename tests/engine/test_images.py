@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from async_toy import read
-from toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens
+from test_interrupts import Interrupt
+from toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 from toy_grammar import TOKENIZER, constrained_twin
 from toy_images import HeldProcessor, expanded, image_engine, image_parts, picture
 
@@ -166,7 +167,7 @@ def test_a_request_may_wait_for_a_grammar_and_for_images(last: str, monkeypatch:
     engine.step()
     first, then = (held(engine).may, may_compile) if last == "grammar" else (may_compile, held(engine).may)
     first.set()
-    while sequence.request.awaits == 2:
+    while len(sequence.request.awaits) == 2:
         engine.step()
     assert not sequence.schedulable and engine.step() == []
     then.set()
@@ -188,6 +189,44 @@ def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(
     found = run(engine)
     assert "a step of the engine failed" in found["text"][0].message
     assert tokens(found["a"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["add_request", "step"])
+def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEngine, number: int) -> None:
+    def opened() -> None:
+        """A step that finds the images of the request opened."""
+        if engine.pictures.pending:
+            engine.pictures.wait(60)
+        engine.step()
+
+    def lines_of_call(at: int | None) -> int:
+        """Lines of call `number`, which is interrupted at one of them."""
+        interrupt = Interrupt(at)
+        calls = [lambda: engine.add_request("u", "a", greedy(1), IDS, images(picture())), opened]
+        for place, call in enumerate(calls):
+            interrupt.during(call, None) if place == number else call()
+        for _ in range(1000):
+            if not engine.has_unfinished_requests():
+                break
+            engine.step()
+        assert not engine.has_unfinished_requests(), f"wedged by an interrupt at line {at}"
+        engine.step()
+        assert engine.stats()["image_bytes_waiting"] == 0, at
+        return interrupt.lines
+
+    # A step begins with the images; the rest of it is the same for text, and tested with it.
+    for at in range(1, min(lines_of_call(None), 60)):
+        lines_of_call(at)
+
+
+def test_images_that_were_opened_elsewhere_need_a_vision_tower_too(engine: LLMEngine) -> None:
+    (opened,) = engine.pictures.open_all([(np.asarray(IDS, np.int32), images(picture()))])
+    with_tower, without = engine, toy_engine()
+    with_tower.add_request("u", "a", greedy(), [], opened)
+    assert tokens(run(with_tower)["a"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
+    with pytest.raises(ValueError, match="request a: the model has no vision tower"):
+        without.add_request("u", "a", greedy(), [], opened)
+    without.close()
 
 
 def test_the_callers_data_is_read_once_and_not_changed(engine: LLMEngine) -> None:

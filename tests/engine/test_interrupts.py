@@ -14,8 +14,16 @@ from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.sampling_params import SamplingParams
 
 # Outputs that are on their way out of `step` are the caller's: an interrupt there loses them as in any function.
-_FILES = ("engine/engine.py", "engine/results.py", "engine/request.py", "runtime/runner.py", "runtime/step_input.py")
-_HANDING_OUT = "_hand_out"
+_FILES = (
+    "engine/engine.py",
+    "engine/pictures.py",
+    "engine/results.py",
+    "engine/request.py",
+    "engine/step_loop.py",
+    "runtime/runner.py",
+    "runtime/step_input.py",
+)
+_HANDING_OUT = "hand_out"
 
 
 class Interrupt:

@@ -69,5 +69,6 @@ def test_features_land_in_their_rows_and_nowhere_else() -> None:
     encoder.reset()
     assert not np.asarray(encoder.features).any()
     encoder.close()
+    encoder.close()
     with pytest.raises(ValueError, match="60 rows of image features do not hold one picture"):
         VisionEncoder(params.vision, CONFIG, precision="float32_exact", num_rows=most_features(CONFIG.vision) - 1)

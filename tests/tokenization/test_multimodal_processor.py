@@ -266,6 +266,8 @@ def test_a_picture_that_cannot_be_used_is_named(data, message):
         ({"image_sizes": [(4, 4)]}, "has 0 images but 1 sizes"),
         ({"image_bytes": [picture((4, 4))], "image_sizes": [4]}, r"is \(width, height\) in pixels, not 4"),
         ({"image_bytes": [picture((4, 4))], "image_sizes": [(4, 4, 3)]}, r"not \(4, 4, 3\)"),
+        ({"image_bytes": [picture((4, 4))], "image_sizes": [(4.5, 4)]}, r"not \(4.5, 4\): two integers"),
+        ({"image_bytes": [picture((4, 4))], "image_sizes": [(float("inf"), 4)]}, r"not \(inf, 4\): two integers"),
     ],
 )
 def test_data_of_another_shape_are_refused(data, message):
