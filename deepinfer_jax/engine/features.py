@@ -64,6 +64,11 @@ class FeatureRows:
         self.num_encoded += len(new)
         return {digest: self._held[digest] for digest in wanted}, new
 
+    def forget(self, digest: bytes) -> None:
+        """Gives the rows of a picture back, if it has some."""
+        if (rows := self._held.pop(digest, None)) is not None:
+            self._free += rows.tolist()
+
     def clear(self) -> None:
         """Forgets all pictures."""
         self._held.clear()
@@ -106,6 +111,11 @@ class FeatureCache:
             image = pictures[digest].image
             self._encoder.encode(image.patches(), image.layout.vit_height, image.layout.vit_width, rows[digest])
         return _places(step, shown, rows), self._encoder.features
+
+    def forget(self, picture: ImagePrompt | None) -> None:
+        """Has the pictures of a prompt encoded again when they are needed next: a request that read them failed."""
+        for image in () if picture is None else picture.images:
+            self.rows.forget(image.image.digest)
 
     def reset(self) -> None:
         """Forgets all pictures, after a failure too."""

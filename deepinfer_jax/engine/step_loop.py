@@ -227,6 +227,7 @@ class StepLoop:
             taken = self.scheduler.update(step, result.tokens, result.counts, result.finite, states)
             if not result.finite.all():
                 explain_failures(step, taken, self._diagnose)
+                self._forget_images(step, taken)
             outputs = token_outputs(step, result, taken, self._limits.max_num_batched_tokens, self._temperatures)
             self.stats.generation_tokens += sum([number for _, number in taken])
             if isinstance(step, DecodeStep):
@@ -239,6 +240,12 @@ class StepLoop:
             self.grammars.follow(step, result)
             self.stats.seconds["wait"] += arrived - start
             self.stats.seconds["process"] += time.perf_counter() - arrived
+
+    def _forget_images(self, step: PrefillStep | DecodeStep, taken: list[tuple[int, int]]) -> None:
+        """What a failed sequence read of images may be what was wrong; the cache of blocks heals likewise."""
+        for sequence in [step.sequences[row] for row, _ in taken]:
+            if self.features is not None and sequence.status is SequenceStatus.FINISHED_FAILED:
+                self.features.forget(sequence.request.picture)
 
     def _book_verification(self, step: DecodeStep, result: StepResult, took: tuple[float, float] | None) -> None:
         """took: of `StepClock.read`."""

@@ -105,3 +105,7 @@ def test_a_step_is_told_the_place_of_each_token_and_encodes_what_it_needs() -> N
             assert places((both, start, stop - start)) == [(whole + [t] * 3)[start:stop]]
     assert places((text, 3, 2), (other, 0, 4), (both, 13, 2)) == [[t, t], [s, *b, n, e][:4], [*b, n]]
     assert len(encoder.encoded) == 2 and cache.rows.num_encoded == 2
+    for picture_of_failed in (None, other.picture, other.picture):  # which is `second` too
+        cache.forget(picture_of_failed)
+    assert places((both, 0, 20)) == [whole]  # in the rows that it gave back
+    assert encoder.encoded[2:] == [(size_b, b)] and cache.rows.num_encoded == 3
