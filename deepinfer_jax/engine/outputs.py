@@ -33,7 +33,8 @@ class RequestOutput:
         top_logprobs, top_token_ids: the likeliest tokens, in descending order, `SamplingParams.top_logprobs` long, and
             behind them the token itself if it is not among them.
         num_output_tokens: output tokens up to this one, from 1.
-        prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty.
+        prompt_logprobs: [prompt_len - 1] on the first output of a request that asked, else empty; -9999 at positions of
+            an image, whose ids no model gives.
         draft_tok: on the last output of a step, the rows verified in it: drafts + 1, fewer at the end of the longest
             text that the request may have and with DEEPINFER_ENABLE_MTP_VARLEN; else 0.
         accept_tok: on the last output of a step, accepted drafts + 1; else 0.
