@@ -4,11 +4,13 @@
 
 It proves, from shapes alone, that XLA lowers the decode and prefill programs of a model with the kernels that this GPU
 would run, and that they write their pools in place: a pool takes most of a device's memory, so that there is no room
-for a second one. It says nothing about results or speed.
+for a second one; and, of a model with a vision tower, the program of the largest images. It says nothing about results
+or speed.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,6 +20,8 @@ from typing import Any
 
 import jax
 
+from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config import ModelConfig, parse_config
 from deepinfer_jax.kernels.aot import (
     GPUS,
@@ -32,6 +36,7 @@ from deepinfer_jax.kernels.aot import (
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.text_model import TextModel
+from deepinfer_jax.runtime.vision_encoder import patch_buckets, vision_encode, vision_inputs
 from deepinfer_jax.scheduler import Bucket
 from deepinfer_jax.state import CacheShape
 
@@ -43,6 +48,7 @@ BUCKETS: dict[Kind, Bucket] = {
 }
 # Of a model with a vision tower; a prime, too.
 FEATURE_ROWS = 2053
+VISION = "vision"
 
 _HLO_TYPES = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint32": "u32"}
 _COPIES = re.compile(r" = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
@@ -93,16 +99,39 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     return {"seconds": seconds, "temp_bytes": memory.temp_size_in_bytes}
 
 
+def compile_vision_for(gpu: Gpu, config_file: str) -> dict[str, float]:
+    """Compile the program that encodes the largest images in this process: {"seconds", "temp_bytes"}.
+
+    Raises:
+        RuntimeError: XLA or ptxas refuses, or the features would not be written in place.
+    """
+    config = parse_config(json.loads(Path(config_file).read_text()))
+    draw = functools.partial(init_params, config, precision="reference", platform="gpu")
+    vision = jax.eval_shape(draw, jax.random.key(0)).vision
+    dtype = arithmetic(config, "reference").dtype
+    features = jax.ShapeDtypeStruct((FEATURE_ROWS, config.text.hidden_size), dtype)
+    inputs = vision_inputs(patch_buckets(config.vision)[-1], config.vision)
+    program = functools.partial(vision_encode, config, "reference")
+    compiled, seconds = compile_for(topology_of(gpu), program, (vision, features, *inputs), donated=(1,))
+    memory = compiled.memory_analysis()
+    if memory.alias_size_in_bytes < features.size * features.dtype.itemsize:
+        raise RuntimeError(f"the vision program for {gpu.kind} makes a second array of features")
+    return {"seconds": seconds, "temp_bytes": memory.temp_size_in_bytes}
+
+
 def main(arguments: list[str]) -> int:
     """Print the table; 0 when everything compiled, else 1."""
     parser = argparse.ArgumentParser(prog="deepinfer_jax.runtime.aot", description=__doc__.split("\n")[0])
     parser.add_argument("config", help="a model's config.json")
     parser.add_argument("--gpu", choices=[gpu.name for gpu in GPUS], help="only this GPU")
-    parser.add_argument("--child", choices=BUCKETS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=[*BUCKETS, VISION], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     gpus = [gpu for gpu in GPUS if options.gpu in (None, gpu.name)]
     if options.child:
-        print(json.dumps(compile_step_for(gpus[0], options.config, options.child)))
+        if options.child == VISION:
+            print(json.dumps(compile_vision_for(gpus[0], options.config)))
+        else:
+            print(json.dumps(compile_step_for(gpus[0], options.config, options.child)))
         return 0
     if not has_cuda_plugin():
         return 1
@@ -113,6 +142,9 @@ def main(arguments: list[str]) -> int:
             bucket = bucket_of(kind, config)
             result = run_child(__spec__.name, options.config, "--gpu", gpu.name, "--child", kind)
             failures += not print_result(f"{kind} step", f"{bucket.rows} x {bucket.time}", gpu, result)
+        if config.vision.num_hidden_layers:
+            result = run_child(__spec__.name, options.config, "--gpu", gpu.name, "--child", VISION)
+            failures += not print_result("vision", f"{patch_buckets(config.vision)[-1]} patches", gpu, result)
     print(f"{failures} failed" if failures else "all compiled", flush=True)
     return 1 if failures else 0
 

@@ -76,6 +76,15 @@ def vision_encode(
     return features.at[rows].set(made, mode="drop")
 
 
+def vision_inputs(patches: int, settings: VisionConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the program of a size class takes of a picture: patches, grid and rows of `vision_encode`."""
+    return (
+        jax.ShapeDtypeStruct((patches, 3 * settings.patch_size**2), np.float32),
+        jax.ShapeDtypeStruct((2,), np.int32),
+        jax.ShapeDtypeStruct((bucket_features(patches, settings),), np.int32),
+    )
+
+
 @functools.lru_cache(maxsize=32)
 def compile_vision_encode(config: ModelConfig, precision: str, vision: Spec, features: Spec, inputs: Spec) -> Any:
     """The compiled `vision_encode`, which takes (vision, features, *inputs) and donates the features.
@@ -135,11 +144,8 @@ class VisionEncoder:
         vision, features = spec_of(self._vision), spec_of(self.features)
 
         def compiled(patches: int) -> Any:
-            inputs = (
-                self._described((patches, 3 * self._config.vision.patch_size**2), np.float32),
-                self._described((2,), np.int32),
-                self._described((bucket_features(patches, self._config.vision),), np.int32),
-            )
+            described = vision_inputs(patches, self._config.vision)
+            inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in described)
             return compile_vision_encode(self._config, self._precision, vision, features, spec_of(inputs))
 
         with ThreadPoolExecutor(min(len(self._buckets), os.cpu_count() or 1)) as pool:
@@ -197,6 +203,3 @@ class VisionEncoder:
         for name in ("_vision", "features"):
             self.__dict__.pop(name, None)
         self._programs.clear()
-
-    def _described(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement)
