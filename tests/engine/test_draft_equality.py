@@ -43,6 +43,7 @@ def drafting(folder: Path, poisoned: None) -> Iterator[LLM]:
     llm.close()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_forward_alone_also_when_preempted(folder: Path, drafting: LLM) -> None:
     prompts, params = requests(LENGTHS, greedy=True)
     stats = drafting.llm_engine.stats

@@ -114,6 +114,7 @@ def split(
     return [[output.token_id for output in first[str(i)] + rest[str(i)]] for i in range(len(prompts))]
 
 
+@pytest.mark.slow
 @both
 def test_split_gives_the_tokens_of_one_engine_at_every_prompt_length(
     engines: tuple[LLMEngine, LLMEngine, LLMEngine], params: SamplingParams

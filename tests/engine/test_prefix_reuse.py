@@ -113,6 +113,7 @@ def test_the_second_turn_of_a_conversation_finds_prompt_and_answer(llm: LLM, col
         assert [answer] == ask(cold, [turn], params)[0]
 
 
+@pytest.mark.slow
 @both
 def test_hits_come_back_after_eviction(folder: Path, cold: LLM, params: SamplingParams) -> None:
     llm = LLM(folder, **SIZES, num_kv_blocks=5)  # one text of 640 tokens
@@ -163,6 +164,7 @@ def test_a_request_for_prompt_log_probabilities_computes_its_whole_prompt(llm: L
     np.testing.assert_allclose(hit[0].prompt_logprobs, expected[0].prompt_logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 @both
 def test_preempted_requests_find_their_own_state_again(folder: Path, cold: LLM, params: SamplingParams) -> None:
     llm = LLM(folder, **SIZES, num_kv_blocks=6)

@@ -222,6 +222,7 @@ def test_global_state_is_that_of_the_exact_model_bit_for_bit() -> None:
         assert all(same_bits(*pair) for pair in zip(replayed.pools, exact.pools, strict=True))
 
 
+@pytest.mark.slow
 def test_what_is_approximate_differs_and_what_is_not_does_not() -> None:
     """Below P nothing is cut, so a prompt of `keep` tokens is exact; and so is one of a few more, but for rows whose
     window is cut."""

@@ -204,7 +204,7 @@ def image_chunk(
     )
 
 
-@pytest.mark.parametrize(("chunk", "width"), [(1, 1), (5, 8), (8, 8)])
+@pytest.mark.parametrize(("chunk", "width"), [(1, 1), pytest.param(5, 8, marks=pytest.mark.slow), (8, 8)])
 def test_chunk_borders_inside_images_change_nothing(chunk: int, width: int) -> None:
     """The spans stand at 5…12 and 22…25 (golden README), so that chunks of 1, 5 and 8 cut both."""
     config, params = model("A_s28", "float32_exact")

@@ -45,9 +45,8 @@ def set_rows(monkeypatch: pytest.MonkeyPatch, rows: int, batch: int, entries: in
     assert indexer.score_rows(batch, entries) == rows
 
 
-@pytest.mark.parametrize(
-    "invariant", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as fast as can be", "batch invariant"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("invariant", [False, True], ids=["as fast as can be", "batch invariant"])
 def test_picks_have_the_same_bits_however_many_rows_are_scored_at_once(
     invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ SLOW = {
     "every channel rotates, no YaRN, more picks than entries",
     "reindex at ratio 2, then another source under its candidates",
     "released window and a prompt of five windows",
+    "ratios 4 and 3, no candidates",
 }
 
 

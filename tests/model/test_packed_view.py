@@ -106,6 +106,7 @@ def test_under_batch_invariance_packed_rows_and_what_they_leave_are_bit_equal(pr
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_packed_rows_are_right_without_batch_invariance(seed: int) -> None:
     beside, packed_rows, _ = two_ways("float32_exact", False, seed)

@@ -31,7 +31,7 @@ def sampled(logits: jax.Array, rows: SamplingRows, drafts: DraftRows, invariant:
         return rowwise(of_rows, logits, rows, drafts, lead=1)
 
 
-@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("invariant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_row_gives_the_same_in_any_batch(invariant: bool) -> None:
     wanted = [RNG.integers(-1, ROWS, ROWS) for _ in range(3)]
     rows = make_rows(

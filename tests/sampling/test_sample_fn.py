@@ -56,6 +56,7 @@ def test_generation_is_greedy_decoding_of_forward(params: object) -> None:
     np.testing.assert_array_equal(found, np.asarray(logits).argmax(-1)[:, 4:-1])
 
 
+@pytest.mark.slow
 def test_generation_takes_a_function_of_ones_own_with_any_state(params: object) -> None:
     def every_third(logits: jax.Array, state: jax.Array, key: jax.Array, history: jax.Array) -> tuple:
         """Counts its calls; every third token repeats the first one of the prompt."""
