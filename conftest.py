@@ -42,12 +42,9 @@ _UNOPTIMISED = {
 # Long files come first, so that no worker waits for the other at the end.
 _LONG_FOLDERS = ["model", "engine", "kernels", "sampling", "runtime"]
 
-# What jax traces makes many small objects and little garbage.
-gc.set_threshold(50_000, 20, 20)
-
 # Linux lets a process have 65,530 memory maps. Every program that XLA:CPU compiled holds some, and XLA crashes when it
-# gets no more.
-_MANY_MAPS = 30_000
+# gets no more. A worker with 30,000 takes 10 GB.
+_MANY_MAPS = 15_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
