@@ -86,11 +86,6 @@ class FeatureCache:
         self.rows = FeatureRows(encoder.num_rows)
         self._encoder = encoder
 
-    @property
-    def compile_count(self) -> int:
-        """How many programs encode pictures."""
-        return self._encoder.compile_count
-
     def warm_up(self) -> None:
         """Compiles these programs."""
         self._encoder.warm_up()
