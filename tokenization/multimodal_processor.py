@@ -129,12 +129,12 @@ class MultimodalProcessor:
         if ids.ndim != 1 or (ids != given).any():
             raise ValueError(f"a prompt is one list of token ids, all int32; got {given.dtype} {list(given.shape)}")
         sources, sizes = images_of(multi_modal_data or {})
-        pictures = [
+        images = [
             self._process(index, source, None if sizes is None else sizes[index])
             for index, source in enumerate(sources)
         ]
-        spans = self._find_spans(ids, [image.layout.tokens for _, image in pictures])
-        return self._expand(ids, spans, pictures)
+        spans = self._find_spans(ids, [image.layout.tokens for _, image in images])
+        return self._expand(ids, spans, images)
 
     def _process(self, index: int, source: ImageSource, declared: Span | None) -> tuple[Span, ProcessedImage]:
         """The size of an image, and what the vision tower gets of it."""
@@ -173,12 +173,12 @@ class MultimodalProcessor:
         return f". The prompt spells {', '.join(sorted(found))}; the placeholder is {self.placeholder}" if found else ""
 
     def _expand(
-        self, ids: npt.NDArray[np.int32], spans: list[Span], pictures: list[tuple[Span, ProcessedImage]]
+        self, ids: npt.NDArray[np.int32], spans: list[Span], images: list[tuple[Span, ProcessedImage]]
     ) -> ImagePrompt:
         pieces: list[_Piece] = []
         read = length = 0  # of the prompt as given; of the expanded one
         # In tolerant mode there may be fewer places than images.
-        for (start, stop), ((width, height), image) in zip(spans, pictures, strict=False):
+        for (start, stop), ((width, height), image) in zip(spans, images, strict=False):
             pieces.append(_text_piece(ids[read:start]))
             begin = length + start - read
             length, read = begin + image.layout.tokens, stop

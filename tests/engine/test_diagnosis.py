@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_results import running
 
 from deepinfer_jax import Params, encode_image, forward, load_config, load_params
 from deepinfer_jax.engine import diagnosis
@@ -22,6 +21,7 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.scheduler import SequenceStatus
 from deepinfer_jax.tokenization import MultimodalProcessor, get_hf_tokenizer
+from tests.engine.test_results import running
 
 GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
 PRECISION = "float32"

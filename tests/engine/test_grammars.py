@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from test_varlen import random_choice, variables
 from typer.testing import CliRunner
 
 from deepinfer_jax.cli.main import app
@@ -18,6 +17,7 @@ from deepinfer_jax.engine.handover.sequence_state import SequenceState
 from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
+from tests.engine.test_varlen import random_choice, variables
 from tests.support.drafting import drafts
 from tests.support.toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
 from tests.support.toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of

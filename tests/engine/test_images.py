@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_interrupts import Interrupt
 
 from deepinfer_jax.engine.async_engine import AsyncLLMEngine
 from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
+from tests.engine.test_interrupts import Interrupt
 from tests.support.async_toy import read
 from tests.support.toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 from tests.support.toy_grammar import TOKENIZER, constrained_twin
@@ -27,8 +27,8 @@ def greedy(count: int = 5, **kwargs: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **kwargs)
 
 
-def images(*pictures: Any) -> dict[str, Any]:
-    return {"image_bytes": list(pictures)}
+def images(*sources: Any) -> dict[str, Any]:
+    return {"image_bytes": list(sources)}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def nothing_is_left(engine: LLMEngine) -> Iterator[None]:
 
 
 def held(engine: LLMEngine) -> HeldProcessor:
-    processor = engine.pictures._processor
+    processor = engine.images._processor
     assert isinstance(processor, HeldProcessor)
     return processor
 
@@ -200,8 +200,8 @@ def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(
 def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEngine, number: int) -> None:
     def opened() -> None:
         """A step that finds the images of the request opened."""
-        if engine.pictures.pending:
-            engine.pictures.wait(60)
+        if engine.images.pending:
+            engine.images.wait(60)
         engine.step()
 
     def lines_of_call(at: int | None) -> int:
@@ -225,7 +225,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEn
 
 
 def test_images_that_were_opened_elsewhere_need_a_vision_tower_too(engine: LLMEngine) -> None:
-    (opened,) = engine.pictures.open_all([(np.asarray(IDS, np.int32), images(toy_image()))])
+    (opened,) = engine.images.open_all([(np.asarray(IDS, np.int32), images(toy_image()))])
     with_tower, without = engine, toy_engine()
     with_tower.add_request("u", "a", greedy(), [], opened)
     assert tokens(run(with_tower)["a"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from test_golden import log_softmax
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
+from tests.engine.test_golden import log_softmax
 from tests.support.drafting import drafts
 from tests.support.real_model import GOLDEN_A, long_golden_a, tokens_of
 
@@ -52,8 +52,8 @@ def llm(folder: Path) -> Iterator[LLM]:
     llm.close()
 
 
-def images(*pictures: Any) -> dict[str, Any]:
-    return {"image_bytes": list(pictures)}
+def images(*sources: Any) -> dict[str, Any]:
+    return {"image_bytes": list(sources)}
 
 
 def ask(llm: LLM, *requests: tuple[list[int], Any], params: SamplingParams = GREEDY) -> list[list[RequestOutput]]:
@@ -100,7 +100,7 @@ def test_the_golden_prompt_in_every_spelling_beside_text(llm: LLM) -> None:
     alone = ask(llm, (TEXT, None), params=ALONG)[0]
     kinds = [IMAGES, [Image.fromarray(image) for image in IMAGES], [png(image) for image in IMAGES]]
     prompts = [PROMPT, spelled("single"), spelled("deepinfer")]
-    requests = [(ids, images(*pictures)) for ids, pictures in zip(prompts, kinds, strict=True)]
+    requests = [(ids, images(*sources)) for ids, sources in zip(prompts, kinds, strict=True)]
     *found, text = ask(llm, *requests, (TEXT, None), params=ALONG)
     for outputs in found:
         check_golden(outputs)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
 
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.paged_model import Drafted, PagedModel, StepModel
+from tests.model.test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
 from tests.support.golden import Case, model, worst
 from tests.support.stepping import Stepping
 
