@@ -29,6 +29,7 @@ _MOST_COMPILED_BYTES = 2 << 30  # a run that finds more starts anew
 # numbers with a tolerance, or what XLA makes of a program before LLVM. Files that claim the same bits of different
 # programs are not among them: without optimisation no product is fused into a sum, and bits agree too easily.
 _UNOPTIMISED = {
+    _ROOT / "tests/test_readme.py",
     *(_ROOT / f"tests/model/test_{name}.py" for name in (
         "checks", "gradients", "mechanisms", "odd_configurations", "pools_in_place",
     )),
@@ -87,10 +88,10 @@ def pytest_runtest_teardown() -> None:
 def _give_up_programs() -> None:
     import jax
 
-    from deepinfer_jax.runtime.runner import compile_move, compile_step, compile_write_masks
+    from deepinfer_jax.runtime.runner import compile_state_op, compile_step, compile_write_masks
 
     jax.clear_caches()
     compile_step.cache_clear()
-    compile_move.cache_clear()
+    compile_state_op.cache_clear()
     compile_write_masks.cache_clear()
     gc.collect()

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import ModelConfig, Params, init_params
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.cache.pools import CacheShape, init_pools
+from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import Replay, first_consumer
-from deepinfer_jax.runtime.text_model import StepBatch, TextModel
+from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from deepinfer_jax.scheduler import blocks_for
-from deepinfer_jax.state import CacheShape, init_pools
 
 REPOSITORY = Path(__file__).parents[1]
 PRECISION = "float32"
@@ -38,7 +38,7 @@ class Prefill:
     """A whole prompt through one compiled program."""
 
     def __init__(self, config: ModelConfig, replay: Replay | None, length: int, chunk: int) -> None:
-        self._model = TextModel(config, PRECISION, KernelChoice.for_devices(jax.local_devices()[:1]), replay=replay)
+        self._model = PagedModel(config, PRECISION, KernelChoice.for_devices(jax.local_devices()[:1]), replay=replay)
         self._length, self._chunk = length, chunk
         self._keep = length if replay is None else replay.keep
         self._shape = CacheShape(1, 1, blocks_for(length, TOKENS_PER_BLOCK), TOKENS_PER_BLOCK)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import ModelConfig, Params, forward, init_cache, init_params, load_config, load_params
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.model.forward import compute_logits
 from deepinfer_jax.tokenization import engram_primes
 

@@ -1,6 +1,6 @@
-"""Pictures per second on the host, by tokens: decoding, fitting and hashing, and making patches of the pixels.
+"""Images per second on the host, by tokens: decoding, fitting and hashing, and making patches of the pixels.
 
-The pictures are noise on a gradient, stored as JPEG and as PNG, as large as their canvas; the last is a camera's. One
+The images are noise on a gradient, stored as JPEG and as PNG, as large as their canvas; the last is a camera's. One
 thread.
 """
 

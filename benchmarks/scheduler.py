@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import EngineParts, pool_blocks, step_buckets
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep
@@ -83,7 +83,7 @@ class InstantRunner:
         return _result(len(step.sequences), step.bucket.time)
 
     def read_slots(
-        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+        self, dp_rank: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
     ) -> States:
         return States(len(slots))
 
@@ -110,7 +110,7 @@ def instant_engine(num_drafts: int, caching: bool) -> LLMEngine:
         runner: Any = InstantRunner(limits.seqs_per_index)
         return EngineParts(Tokenizer(), 300, 299, limits, buckets, pool_blocks(limits, None), runner, caching)
 
-    with mock.patch("deepinfer_jax.engine.engine.load_parts", parts):
+    with mock.patch("deepinfer_jax.engine.llm_engine.load_parts", parts):
         return LLMEngine(args)
 
 

@@ -20,13 +20,13 @@ import numpy as np
 from throughput import REPOSITORY, model_folder
 
 from deepinfer_jax import EngineArgs, EngineType, LLMEngine, ModelConfig, SequenceState
-from deepinfer_jax.config import Precision, parse_config
+from deepinfer_jax.cache.pools import CacheShape
+from deepinfer_jax.config.model_config import Precision, parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS
-from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import BucketTable
-from deepinfer_jax.state import CacheShape
 
 REPEATS = 5
 PARAMS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -99,7 +99,7 @@ def configuration(path: str) -> ModelConfig:
 
 def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
     """Prints bandwidths of reading a slot to the host and of writing it back, on pools without a model."""
-    model = TextModel(config, precision, KernelChoice())
+    model = PagedModel(config, precision, KernelChoice())
     shape = CacheShape(data=1, slots=4, blocks=4, tokens_per_block=128)
     # No step is run: moves ask for no parameters.
     runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, kinds=(), moves_slots=True)

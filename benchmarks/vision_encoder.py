@@ -1,7 +1,7 @@
-"""Pictures per second through the vision tower and the aligner, by tokens, and how near that is to plain products.
+"""Images per second through the vision tower and the aligner, by tokens, and how near that is to plain products.
 
-The time of a picture is compared with that of one float32 matrix product, measured in the same run, of as many
-operations as the picture needs without padding and masks. Weights are random; the tower is the released one with width,
+The time of an image is compared with that of one float32 matrix product, measured in the same run, of as many
+operations as the image needs without padding and masks. Weights are random; the tower is the released one with width,
 MLP, heads, layers and hidden size divided by --scale (8 by default, which a small CPU runs in half a minute). There
 attention takes most of the operations, which in the released size takes about half.
 """
@@ -18,10 +18,10 @@ import numpy as np
 
 from deepinfer_jax import init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import ModelConfig, VisionConfig, parse_config
-from deepinfer_jax.params import Vision
+from deepinfer_jax.config.model_config import ModelConfig, VisionConfig, parse_config
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder, most_features
 from deepinfer_jax.tokenization import ImageLayout, ImageProcessor
+from deepinfer_jax.weights.params import Vision
 
 SIZES = [(546, 546), (798, 840), (1512, 1134)]
 PRODUCT = 2048
@@ -52,7 +52,7 @@ def random_vision(config: ModelConfig, precision: str) -> Vision:
 
 
 def operations(layout: ImageLayout, config: ModelConfig) -> int:
-    """Multiplications and additions of one picture."""
+    """Multiplications and additions of one image."""
     vision, hidden = config.vision, config.text.hidden_size
     patches, features = layout.vit_height * layout.vit_width, layout.llm_height * layout.llm_width
     width = vision.hidden_size

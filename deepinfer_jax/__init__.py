@@ -8,40 +8,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepinfer_jax.cache import Cache, init_cache
+    from deepinfer_jax.cache.dense import Cache, init_cache
     from deepinfer_jax.checkpoint.hf import load_params
     from deepinfer_jax.checkpoint.init import init_params
-    from deepinfer_jax.config import ModelConfig, load_config
+    from deepinfer_jax.config.model_config import ModelConfig, load_config
     from deepinfer_jax.engine.args import EngineArgs, EngineType
     from deepinfer_jax.engine.async_engine import AsyncLLMEngine
-    from deepinfer_jax.engine.engine import LLMEngine
-    from deepinfer_jax.engine.handover import SequenceState
-    from deepinfer_jax.engine.outputs import RequestOutput
-    from deepinfer_jax.engine.sampling_params import SamplingParams
-    from deepinfer_jax.llm import LLM
+    from deepinfer_jax.engine.handover.sequence_state import SequenceState
+    from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.engine.llm_engine import LLMEngine
+    from deepinfer_jax.engine.requests.outputs import RequestOutput
+    from deepinfer_jax.engine.requests.sampling_params import SamplingParams
     from deepinfer_jax.model.dspark import draft
     from deepinfer_jax.model.forward import ForwardOutput, forward
     from deepinfer_jax.model.generation import generate_tokens
     from deepinfer_jax.model.vision import encode_image
-    from deepinfer_jax.params import Params
     from deepinfer_jax.sampling import SampleFn, SamplerState, sample_fn
+    from deepinfer_jax.weights.params import Params
 
 __version__ = "0.1.0"
 
 # Where each public name lives. `__all__` repeats the names because type checkers read it literally.
 _HOME = {
-    "LLM": "llm",
-    "LLMEngine": "engine.engine",
+    "LLM": "engine.llm",
+    "LLMEngine": "engine.llm_engine",
     "AsyncLLMEngine": "engine.async_engine",
-    "SequenceState": "engine.handover",
+    "SequenceState": "engine.handover.sequence_state",
     "EngineArgs": "engine.args",
     "EngineType": "engine.args",
-    "SamplingParams": "engine.sampling_params",
-    "RequestOutput": "engine.outputs",
-    "load_config": "config",
+    "SamplingParams": "engine.requests.sampling_params",
+    "RequestOutput": "engine.requests.outputs",
+    "load_config": "config.model_config",
     "load_params": "checkpoint.hf",
     "init_params": "checkpoint.init",
-    "init_cache": "cache",
+    "init_cache": "cache.dense",
     "forward": "model.forward",
     "draft": "model.dspark",
     "encode_image": "model.vision",
@@ -49,10 +49,10 @@ _HOME = {
     "sample_fn": "sampling",
     "SampleFn": "sampling",
     "SamplerState": "sampling",
-    "ModelConfig": "config",
-    "Params": "params",
+    "ModelConfig": "config.model_config",
+    "Params": "weights.params",
     "ForwardOutput": "model.forward",
-    "Cache": "cache",
+    "Cache": "cache.dense",
 }
 
 __all__ = [

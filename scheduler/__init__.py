@@ -7,11 +7,11 @@ scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
 
 from .block_manager import Allocation, BlockManager
 from .buckets import Bucket, BucketTable, bucket_table
+from .draft_budget import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
+from .draft_policy import DraftPolicy
 from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
-from .verification import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
-from .verification_policy import VerificationPolicy
 
 __all__ = [
     "FINISH_REASONS",
@@ -21,6 +21,7 @@ __all__ = [
     "Bucket",
     "BucketTable",
     "DecodeStep",
+    "DraftPolicy",
     "ImageContent",
     "Imported",
     "PrefillStep",
@@ -31,7 +32,6 @@ __all__ = [
     "SequenceStatus",
     "StepPlan",
     "StepTimes",
-    "VerificationPolicy",
     "blocks_for",
     "blocks_per_decode",
     "bucket_table",

@@ -18,7 +18,7 @@ class BlockManager:
 
     The free list is first in, first out: allocation takes its head, a block that nobody refers to any more goes to
     its tail. Every id is usable; rows without a block name an id outside the pool instead of DeepInfer's block 0.
-    The slots of a data index are counted by the same class.
+    The slots of a dp rank are counted by the same class.
 
     A block may have a key, which names its content. It keeps it when it is freed, so it can be matched and pinned
     again: a free block with a key is as free as any other, but those without one are handed out first, and of those

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 MAX_PREFILL_ROWS = 8
-"""Most sequences of a prefill step, per data index."""
+"""Most sequences of a prefill step, per dp rank."""
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The static shape of one step program, per data index.
+    """The static shape of one step program, per dp rank.
 
     Attributes:
         rows: sequences.
@@ -80,9 +80,9 @@ def bucket_table(
     """The step programs for the given limits, at most `max_programs`; some program serves every legal step.
 
     Arguments:
-        max_num_seqs: most sequences of a data index.
+        max_num_seqs: most sequences of a dp rank.
         num_drafts: drafts that a decode step verifies per sequence.
-        max_prefill_tokens: most tokens of a prefill step per data index, padding included.
+        max_prefill_tokens: most tokens of a prefill step per dp rank, padding included.
         max_chunk: most new tokens of one sequence in a prefill step.
         max_blocks: most blocks of one sequence.
         max_programs: at least 2, one to prefill and one to decode.

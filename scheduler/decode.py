@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .buckets import BucketTable
+from .draft_policy import DraftPolicy
 from .plan import DecodeStep, Int32Array
 from .sequence import Sequence
-from .verification_policy import VerificationPolicy
 
 
 @dataclass(eq=False)
@@ -17,15 +17,15 @@ class DecodeLayout:
     Attributes:
         sequences: the rows.
         index: sequence -> row.
-        data_index, row, slots, no_first_block, no_blocks: the arrays of a DecodeStep, the last two for a step that
+        dp_rank, row, slots, no_first_block, no_blocks: the arrays of a DecodeStep, the last two for a step that
             needs no new block.
-        num_rows: the most rows of a data index.
+        num_rows: the most rows of a dp rank.
         width: the longest block table.
     """
 
     sequences: list[Sequence]
     index: dict[Sequence, int]
-    data_index: Int32Array
+    dp_rank: Int32Array
     row: Int32Array
     slots: Int32Array
     no_first_block: Int32Array
@@ -35,13 +35,13 @@ class DecodeLayout:
 
     @staticmethod
     def of(sequences: list[Sequence], new_blocks: int) -> "DecodeLayout":
-        """Rows in the given order within each data index, at most `new_blocks` new blocks a step."""
-        data_index = np.asarray([s.data_index for s in sequences], np.int32)
-        row, num_rows = row_places(data_index)
+        """Rows in the given order within each dp rank, at most `new_blocks` new blocks a step."""
+        dp_rank = np.asarray([s.dp_rank for s in sequences], np.int32)
+        row, num_rows = row_places(dp_rank)
         layout = DecodeLayout(
             sequences=sequences,
             index={sequence: place for place, sequence in enumerate(sequences)},
-            data_index=data_index,
+            dp_rank=dp_rank,
             row=row,
             slots=np.asarray([s.state_id for s in sequences], np.int32),
             no_first_block=np.zeros(len(sequences), np.int32),
@@ -49,7 +49,7 @@ class DecodeLayout:
             num_rows=num_rows,
             width=max((len(s.block_table) for s in sequences), default=0),
         )
-        for array in (layout.data_index, layout.row, layout.slots, layout.no_first_block, layout.no_blocks):
+        for array in (layout.dp_rank, layout.row, layout.slots, layout.no_first_block, layout.no_blocks):
             array.flags.writeable = False  # plans share them
         return layout
 
@@ -58,7 +58,7 @@ class DecodeLayout:
         buckets: BucketTable,
         grown: dict[Sequence, int],
         captures: tuple[int, ...],
-        verification: VerificationPolicy | None,
+        verification: DraftPolicy | None,
     ) -> DecodeStep:
         """A step of these rows; `grown` gives the former length of each block table that became longer."""
         first_new_block, new_blocks = self.no_first_block, self.no_blocks
@@ -72,11 +72,11 @@ class DecodeLayout:
         sizes, budget = buckets.decode_sizes(self.num_rows, self.width), None
         bucket = sizes[-1]
         if verification is not None:
-            bucket, budget = verification.choose(self.sequences, self.data_index, sizes)
+            bucket, budget = verification.choose(self.sequences, self.dp_rank, sizes)
         return DecodeStep(
             bucket=bucket,
             sequences=self.sequences,
-            data_index=self.data_index,
+            dp_rank=self.dp_rank,
             row=self.row,
             slots=self.slots,
             first_new_block=first_new_block,
@@ -86,10 +86,10 @@ class DecodeLayout:
         )
 
 
-def row_places(data_index: Int32Array) -> tuple[Int32Array, int]:
-    """(int32 [n], the place of each row among those of its data index; the most rows of a data index)."""
-    row = np.zeros(len(data_index), np.int32)
-    counts = np.bincount(data_index) if len(data_index) else np.zeros(1, np.intp)
+def row_places(dp_rank: Int32Array) -> tuple[Int32Array, int]:
+    """(int32 [n], the place of each row among those of its dp rank; the most rows of a dp rank)."""
+    row = np.zeros(len(dp_rank), np.int32)
+    counts = np.bincount(dp_rank) if len(dp_rank) else np.zeros(1, np.intp)
     for index, count in enumerate(counts):
-        row[data_index == index] = np.arange(count, dtype=np.int32)
+        row[dp_rank == index] = np.arange(count, dtype=np.int32)
     return row, int(counts.max())

@@ -1,4 +1,4 @@
-"""The steps that are launched and not booked."""
+"""The steps that are launched and not committed."""
 
 from .plan import DecodeStep, PrefillStep
 from .sequence import Sequence
@@ -8,7 +8,7 @@ MAX_PLANS_IN_FLIGHT = 2
 
 
 class PlansInFlight:
-    """Plans in the order of launch, each with the steps of it that are not booked."""
+    """Plans in the order of launch, each with the steps of it that are not committed."""
 
     def __init__(self) -> None:
         self._plans: list[list[PrefillStep | DecodeStep]] = []
@@ -19,21 +19,21 @@ class PlansInFlight:
             raise RuntimeError(f"{MAX_PLANS_IN_FLIGHT} plans are in flight; update() with the oldest one's results")
 
     def launch(self, *steps: PrefillStep | DecodeStep | None) -> None:
-        """Adds a plan of the steps that there are; one without any needs no booking."""
+        """Adds a plan of the steps that there are; one without any needs no committing."""
         launched = [step for step in steps if step is not None]
         if launched:
             self._plans.append(launched)
 
     def land(self, step: PrefillStep | DecodeStep) -> None:
-        """Takes out a step that is being booked. Raises ValueError for one that is not of the oldest plan."""
+        """Takes out a step that is being committed. Raises ValueError for one that is not of the oldest plan."""
         if not self._plans or step not in self._plans[0]:
-            raise ValueError("the step is not of the oldest plan in flight; book each step once, plan by plan")
+            raise ValueError("the step is not of the oldest plan in flight; commit each step once, plan by plan")
         self._plans[0].remove(step)
         if not self._plans[0]:
             self._plans.pop(0)
 
     def prefills(self, sequence: Sequence) -> bool:
-        """Whether a chunk of the sequence is in flight whose results will be booked for it."""
+        """Whether a chunk of the sequence is in flight whose results will be committed for it."""
         steps = (step for steps in self._plans for step in steps if isinstance(step, PrefillStep))
         return any(sequence in step.sequences and sequence not in step.dropped for step in steps)
 

@@ -74,7 +74,7 @@ def check_sizes(
     lookahead: int,
     max_num_batched_tokens: int,
 ) -> None:
-    """Raises ValueError unless some program serves every step; `num_slots` is of a data index."""
+    """Raises ValueError unless some program serves every step; `num_slots` is of a dp rank."""
     max_blocks = blocks_for(limits.max_model_len, limits.tokens_per_block)
     for shape in buckets.prefill_shapes:
         buckets.choose_prefill(shape, max_blocks)

@@ -1,7 +1,7 @@
 """What one engine iteration runs: plain NumPy data from the scheduler to the runner.
 
 Row i of every array belongs to sequences[i]; n is their number. `row` is its place in the step program's arrays,
-which have bucket.rows places for each data index; places that no sequence takes are idle. Arrays may be shared
+which have bucket.rows places for each dp rank; places that no sequence takes are idle. Arrays may be shared
 between plans and must not be written to.
 """
 
@@ -53,7 +53,7 @@ class Step:
     Attributes:
         bucket: the program.
         sequences: the rows.
-        data_index, row, slots: int32 [n], where each is.
+        dp_rank, row, slots: int32 [n], where each is.
         first_new_block: int32 [n], index in the sequence's block table of its first new block.
         new_blocks: int32 [n, k], the blocks that the table has grown by, padded with -1.
         captures: rows, in ascending order, whose slot is to be read right after the step: the state of their first
@@ -63,7 +63,7 @@ class Step:
 
     bucket: Bucket
     sequences: list[Sequence]
-    data_index: Int32Array
+    dp_rank: Int32Array
     row: Int32Array
     slots: Int32Array
     first_new_block: Int32Array
@@ -82,7 +82,7 @@ class DecodeStep(Step):
     beyond that have no block, their writes must be dropped and their results mean nothing.
 
     Attributes:
-        budget: int32 [data], drafts that are verified on each data index if the bucket is packed, at most its tokens
+        budget: int32 [data], drafts that are verified on each dp rank if the bucket is packed, at most its tokens
             less the sequences there; else all are. Which of them, the device decides.
     """
 
@@ -117,11 +117,11 @@ class StepPlan:
     No sequence is in both steps, and no block that one of them writes to.
 
     Attributes:
-        prefill, decode: None where there is nothing to run. They are booked by `update`; a plan without them is not.
+        prefill, decode: None where there is nothing to run. They are committed by `update`; a plan without them is not.
         ignored: sequences that finished without a token since the last plan: refused, aborted, or preempted and
             stopped. Each is in one plan only.
         restores: of sequences that start in this plan.
-        discarded_blocks, discarded_slots: by data index, what has lost its meaning since the last plan, this one's
+        discarded_blocks, discarded_slots: by dp rank, what has lost its meaning since the last plan, this one's
             own start included. Whoever overwrites it, to see that nobody reads it, does so before the restores.
         discarded_snapshots: states that were kept for restores and are given up since the last plan, as far as someone
             still holds them; none of this plan's restores has one. Those of earlier plans may: they are launched first.

@@ -7,7 +7,7 @@ from .block_manager import BlockManager
 from .sequence import Sequence
 
 
-def victims(missing: int, candidates: Iterable[Sequence], pool: BlockManager) -> list[Sequence]:
+def select_preemptions(missing: int, candidates: Iterable[Sequence], pool: BlockManager) -> list[Sequence]:
     """The sequences that give up all so that `missing` blocks are free; none if not even all candidates would do.
 
     A block is free when all that hold it have let it go, so what a sequence gives depends on who else gives way.

@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         sequence: whose.
-        data_index: where it is, or is to start.
+        dp_rank: where it is, or is to start.
         num_tokens: how many; 0: none, the sequence is to start with imported state.
         end: how many tokens of the sequence have their state then.
         is_first: the sequence is to start with it.
@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     """
 
     sequence: Sequence
-    data_index: int
+    dp_rank: int
     num_tokens: int
     end: int
     is_first: bool
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Room:
-    """What the prefill step may take, per data index.
+    """What the prefill step may take, per dp rank.
 
     Attributes:
         tokens: new tokens.
@@ -89,7 +89,7 @@ class PrefillPolicy:
             shapes: (rows, time) of the programs.
             started, waiting: sequences in order of arrival.
             room: what there is; not changed.
-            find: where a waiting sequence may start on a data index.
+            find: where a waiting sequence may start on a dp rank.
 
         The chunks of sequences that start together never ask for more free blocks than there are, those that they
         hit included.
@@ -116,49 +116,49 @@ class PrefillPolicy:
         rows_left = [rows] * len(room.slots)
         chunks: list[Chunk] = []
 
-        def count(sequence: Sequence, start: int, data_index: int, branch: int) -> int:
-            first = rows_left[data_index] == rows
-            num_tokens = self._count(sequence, start, time, room.tokens[data_index], first=first)
+        def count(sequence: Sequence, start: int, dp_rank: int, branch: int) -> int:
+            first = rows_left[dp_rank] == rows
+            num_tokens = self._count(sequence, start, time, room.tokens[dp_rank], first=first)
             # The next one that shares just so much finds a snapshot at the branch.
             return branch - start if self._ends_at(branch, start, num_tokens) else num_tokens
 
-        def first_chunk(sequence: Sequence, data_index: int) -> Chunk | None:
+        def first_chunk(sequence: Sequence, dp_rank: int) -> Chunk | None:
             if sequence.imported is not None:
-                return Chunk(sequence, data_index, 0, sequence.imported.num_tokens, is_first=True)
-            if not rows_left[data_index]:
+                return Chunk(sequence, dp_rank, 0, sequence.imported.num_tokens, is_first=True)
+            if not rows_left[dp_rank]:
                 return None
-            hit = find(sequence, data_index)
+            hit = find(sequence, dp_rank)
             start = len(hit.blocks) * self.tokens_per_block
-            num_tokens = count(sequence, start, data_index, hit.branch)
-            return Chunk(sequence, data_index, num_tokens, start + num_tokens, True, hit) if num_tokens else None
+            num_tokens = count(sequence, start, dp_rank, hit.branch)
+            return Chunk(sequence, dp_rank, num_tokens, start + num_tokens, True, hit) if num_tokens else None
 
         def take(chunk: Chunk) -> None:
-            sequence, data_index = chunk.sequence, chunk.data_index
-            rows_left[data_index] -= chunk.num_tokens > 0
-            room.tokens[data_index] -= chunk.num_tokens
+            sequence, dp_rank = chunk.sequence, chunk.dp_rank
+            rows_left[dp_rank] -= chunk.num_tokens > 0
+            room.tokens[dp_rank] -= chunk.num_tokens
             held = len(sequence.block_table) + chunk.hit.num_held
-            room.blocks[data_index] -= blocks_for(chunk.end, self.tokens_per_block) - held
+            room.blocks[dp_rank] -= blocks_for(chunk.end, self.tokens_per_block) - held
             chunks.append(chunk)
 
         for sequence in started:
-            data_index, start = sequence.data_index, sequence.num_tokens
-            if sequence.schedulable and rows_left[data_index]:
-                num_tokens = count(sequence, start, data_index, sequence.branch)
+            dp_rank, start = sequence.dp_rank, sequence.num_tokens
+            if sequence.schedulable and rows_left[dp_rank]:
+                num_tokens = count(sequence, start, dp_rank, sequence.branch)
                 if num_tokens:
-                    take(Chunk(sequence, data_index, num_tokens, start + num_tokens, is_first=False))
+                    take(Chunk(sequence, dp_rank, num_tokens, start + num_tokens, is_first=False))
         for sequence in waiting:
             if not sequence.schedulable:
                 continue
             if not room.vacancies:
                 break
-            options = [first_chunk(sequence, data_index) for data_index, slots in enumerate(room.slots) if slots]
-            fitting = [c for c in options if c and self._blocks_to_start(c) <= room.blocks[c.data_index]]
+            options = [first_chunk(sequence, dp_rank) for dp_rank, slots in enumerate(room.slots) if slots]
+            fitting = [c for c in options if c and self._blocks_to_start(c) <= room.blocks[c.dp_rank]]
             if not fitting:
                 break  # admission in order of arrival: nobody overtakes it
-            chunk = min(fitting, key=lambda c: (room.load[c.data_index] - len(c.hit.blocks), c.data_index))
+            chunk = min(fitting, key=lambda c: (room.load[c.dp_rank] - len(c.hit.blocks), c.dp_rank))
             take(chunk)
-            room.slots[chunk.data_index] -= 1
-            room.load[chunk.data_index] += blocks_for(len(sequence), self.tokens_per_block) - chunk.hit.num_held
+            room.slots[chunk.dp_rank] -= 1
+            room.load[chunk.dp_rank] += blocks_for(len(sequence), self.tokens_per_block) - chunk.hit.num_held
             room.vacancies -= 1
         return chunks
 
@@ -217,14 +217,14 @@ def prefill_step(
         tokens[place, :count] = sequence.token_ids(sequence.num_tokens, count)
         added = sequence.block_table[first:]
         new_blocks[place, : len(added)] = added
-    data_index = _int32(chunk.data_index for chunk in chunks)
+    dp_rank = _int32(chunk.dp_rank for chunk in chunks)
     starts, counts = _int32(s.num_tokens for s in sequences), _int32(chunk.num_tokens for chunk in chunks)
     completes = starts + counts == _int32(s.prefill_len for s in sequences)
     return PrefillStep(
         bucket=bucket,
         sequences=sequences,
-        data_index=data_index,
-        row=row_places(data_index)[0],
+        dp_rank=dp_rank,
+        row=row_places(dp_rank)[0],
         slots=_int32(s.state_id for s in sequences),
         first_new_block=_int32(first_new_blocks),
         new_blocks=new_blocks,

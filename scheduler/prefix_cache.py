@@ -31,9 +31,9 @@ NO_HIT = Hit([], 0)
 class PrefixCache:
     """Finds and keeps the state of common beginnings.
 
-    A sequence can go on from a position if its blocks up to there are in the pool of its data index and the slot
+    A sequence can go on from a position if its blocks up to there are in the pool of its dp rank and the slot
     state of that very position, a *snapshot*, is in host memory. Positions are multiples of tokens_per_block. Both
-    get their names when the step that wrote them is booked, never before.
+    get their names when the step that wrote them is committed, never before.
 
     A sequence that fails takes the names of all that it has left and of all that it may have read, whoever wrote it:
     what is not finite may have lain there, unread, since a sequence that ended well. So the next one alike is computed
@@ -47,7 +47,7 @@ class PrefixCache:
             not with drafts, and takes no snapshots there.
 
     Attributes:
-        snapshots: by the key of the block that ends at their position. One store for all data indices.
+        snapshots: by the key of the block that ends at their position. One store for all dp ranks.
     """
 
     def __init__(self, tokens_per_block: int, *, enabled: bool, snapshot_budget: int, exact_decode: bool) -> None:
@@ -103,7 +103,7 @@ class PrefixCache:
         tokens_per_block = self.tokens_per_block
         return tuple([row for row, s in enumerate(sequences) if not s.num_tokens % tokens_per_block])
 
-    def book(
+    def commit(
         self,
         step: PrefillStep | DecodeStep,
         finite: list[bool],
@@ -116,7 +116,7 @@ class PrefixCache:
             step: its dropped rows leave nothing.
             finite: by row; of a sequence that fails, and of what it was computed from, all is forgotten.
             states: the state of each of the step's captures.
-            pools: the block pools by data index.
+            pools: the block pools by dp rank.
         """
         if not self.enabled:
             return
@@ -126,7 +126,7 @@ class PrefixCache:
             if not finite[row]:
                 self._forget(sequence, pools)
             else:
-                self._publish(sequence, ends[row] if ends else len(sequence) - 1, pools[sequence.data_index])
+                self._publish(sequence, ends[row] if ends else len(sequence) - 1, pools[sequence.dp_rank])
         for row, state in zip(step.captures, states, strict=True):
             sequence = step.sequences[row]
             if finite[row] and sequence not in step.dropped:
@@ -149,14 +149,14 @@ class PrefixCache:
         for index in range(sequence.num_published, num_tokens // self.tokens_per_block):
             block, key = sequence.block_table[index], block_key(sequence, index, self.tokens_per_block)
             if pool.publish(block, key):
-                sequence.published.append((sequence.data_index, block, key))
+                sequence.published.append((sequence.dp_rank, block, key))
             sequence.num_published = index + 1
 
     def _forget(self, sequence: Sequence, pools: Series[BlockManager]) -> None:
         for block, key in zip(sequence.block_table, sequence.block_keys, strict=False):
-            pools[sequence.data_index].forget(block, key)
-        for data_index, block, key in sequence.published:  # in its table, or left behind when it was preempted
-            pools[data_index].forget(block, key)
+            pools[sequence.dp_rank].forget(block, key)
+        for dp_rank, block, key in sequence.published:  # in its table, or left behind when it was preempted
+            pools[dp_rank].forget(block, key)
         for key in sequence.block_keys:
             self.snapshots.forget(key)
 

@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .booking import book_tokens
 from .buckets import BucketTable
+from .commit import commit_tokens
 from .decode import DecodeLayout
-from .holders import Holders, by_arrival
+from .draft_policy import DraftPolicy
 from .in_flight import MAX_PLANS_IN_FLIGHT, PlansInFlight
 from .limits import Limits, check_sizes
 from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_per_decode
-from .preemption import victims
+from .preemption import select_preemptions
 from .prefill import Chunk, PrefillPolicy, Room, prefill_step
 from .prefix_cache import PrefixCache
+from .resident_sequences import ResidentSequences, by_arrival
 from .sequence import Sequence, SequenceStatus
 from .snapshots import SnapshotStore
-from .verification_policy import VerificationPolicy
 
 
 class Scheduler:
-    """Continuous batching over paged caches: one block pool and one set of slots per data index.
+    """Continuous batching over paged caches: one block pool and one set of slots per dp rank.
 
     Every plan holds a decode step of all sequences whose prompt is computed and a prefill step of the next chunks
     of prompts, so neither starves behind the other and no prompt waits for a voting point (DB §15.2 traps 16–19).
@@ -32,17 +32,17 @@ class Scheduler:
     limits (an EOS on its way cannot be known), or it waits for results in flight (`Sequence.waits_for_results`). It
     needs blocks for its text, the most that the steps in flight may add, and the drafts.
 
-    **Prefill.** Started prompts go on, oldest first; then new ones start in order of arrival, each on the data index
+    **Prefill.** Started prompts go on, oldest first; then new ones start in order of arrival, each on the dp rank
     with the least work that has a slot and blocks for the chunk. The first that finds no place ends the admission:
-    nobody overtakes it. max_num_batched_tokens bounds what a plan computes per data index, decode rows included.
-    Without chunked prefill a prompt is taken whole, the first of a data index whatever the decode rows leave.
+    nobody overtakes it. max_num_batched_tokens bounds what a plan computes per dp rank, decode rows included.
+    Without chunked prefill a prompt is taken whole, the first of a dp rank whatever the decode rows leave.
 
     **Reuse.** With `prefix_caching` a sequence starts behind the longest beginning whose blocks are in the pool of its
-    data index and whose slot state is in host memory (see PrefixCache); it shares these blocks. So what is cached is
-    one more reason to choose a data index, and prompts are cut so that slot states can be captured. A block that
+    dp rank and whose slot state is in host memory (see PrefixCache); it shares these blocks. So what is cached is
+    one more reason to choose a dp rank, and prompts are cut so that slot states can be captured. A block that
     nobody holds is free, cached or not; those that start now keep what they hit.
 
-    **Preemption.** Only for a block that is needed now and not free: of the sequences of the same data index that
+    **Preemption.** Only for a block that is needed now and not free: of the sequences of the same dp rank that
     hold blocks the one that arrived last gives way, the one that decodes itself if it is that one. (DeepInfer takes
     the one with most output, and also when no block is needed: DB §5.5, §15.2 trap 22.) A sequence whose blocks older
     ones hold too would free nothing, and is passed over. A started prompt that finds no younger one waits; a new one
@@ -55,7 +55,7 @@ class Scheduler:
     never give way, as their first token is told and their state is what everything was done for. What needs their
     blocks waits.
 
-    **Progress.** A sequence that is accepted fits into a pool alone. The oldest holder of a data index never gives
+    **Progress.** A sequence that is accepted fits into a pool alone. The oldest holder of a dp rank never gives
     way and can take the blocks of all others: when they have let go, all blocks but its own are free, however they
     were shared. So it advances in every plan and finishes. The oldest waiting sequence is overtaken by nobody; in
     front of it are only holders, each of which is the oldest of its index at some time. So all finish, in whatever
@@ -63,15 +63,15 @@ class Scheduler:
     hand-over: it keeps what it holds, younger ones pass it, and whoever does so sees to it that it ends.
 
     Blocks and slots are freed at once, even while a step that writes to them is in flight: the device runs steps in
-    the order of launch, so what a later owner writes comes later. Such a step writes behind what is booked, so never
+    the order of launch, so what a later owner writes comes later. Such a step writes behind what is committed, so never
     into a block that others may find.
 
     Arguments:
         buckets: the step programs.
-        data_parallel_size: data indices.
-        max_num_seqs: most sequences that hold a slot, in all; each data index has ceil(max_num_seqs / size) slots.
+        data_parallel_size: dp ranks.
+        max_num_seqs: most sequences that hold a slot, in all; each dp rank has ceil(max_num_seqs / size) slots.
         max_model_len: longest prompt, and longest text that is computed on.
-        max_num_batched_tokens: most new tokens of a plan per data index, at least max_num_seqs × (1 + num_drafts).
+        max_num_batched_tokens: most new tokens of a plan per dp rank, at least max_num_seqs × (1 + num_drafts).
         num_blocks: size of each block pool.
         tokens_per_block: tokens that a block holds.
         num_drafts: drafts that a decode step verifies per sequence.
@@ -99,7 +99,7 @@ class Scheduler:
         prefix_caching: bool = False,
         snapshot_budget: int = 0,
         decodes: bool = True,
-        verification: VerificationPolicy | None = None,
+        verification: DraftPolicy | None = None,
     ) -> None:
         self.buckets = buckets
         self.data_parallel_size = data_parallel_size
@@ -152,7 +152,9 @@ class Scheduler:
 
         Returns the sequences that go on waiting.
         """
-        self._holders = Holders(self.data_parallel_size, self._num_slots, self.num_blocks, self.tokens_per_block)
+        self._residents = ResidentSequences(
+            self.data_parallel_size, self._num_slots, self.num_blocks, self.tokens_per_block
+        )
         self._decoding: list[Sequence] = []  # the decode rows of the plan being made
         self._layout = DecodeLayout.of([], self._blocks_per_decode)
         self._ignored: list[Sequence] = []
@@ -173,7 +175,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences with a slot, those whose prompt is being computed included."""
-        return len(self._holders)
+        return len(self._residents)
 
     @property
     def num_unfinished(self) -> int:
@@ -182,19 +184,19 @@ class Scheduler:
 
     @property
     def free_blocks(self) -> int:
-        return sum(pool.num_free for pool in self._holders.blocks)
+        return sum(pool.num_free for pool in self._residents.blocks)
 
     @property
     def total_blocks(self) -> int:
-        return sum(pool.num_blocks for pool in self._holders.blocks)
+        return sum(pool.num_blocks for pool in self._residents.blocks)
 
     @property
     def free_slots(self) -> int:
-        return sum(pool.num_free for pool in self._holders.slots)
+        return sum(pool.num_free for pool in self._residents.slots)
 
     @property
     def total_slots(self) -> int:
-        return sum(pool.num_blocks for pool in self._holders.slots)
+        return sum(pool.num_blocks for pool in self._residents.slots)
 
     def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool = False) -> str | None:
         """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
@@ -215,7 +217,7 @@ class Scheduler:
             self._waiting.append(sequence)
 
     def schedule(self) -> StepPlan:
-        """The next plan; empty if nothing can run. Its steps are launched in order and booked by `update`.
+        """The next plan; empty if nothing can run. Its steps are launched in order and committed by `update`.
 
         Raises RuntimeError if two plans are in flight.
         """
@@ -230,8 +232,8 @@ class Scheduler:
             decode,
             ignored,
             restores,
-            discarded_blocks=tuple(pool.take_discarded() for pool in self._holders.blocks),
-            discarded_slots=tuple(pool.take_discarded() for pool in self._holders.slots),
+            discarded_blocks=tuple(pool.take_discarded() for pool in self._residents.blocks),
+            discarded_slots=tuple(pool.take_discarded() for pool in self._residents.slots),
             discarded_snapshots=self._prefix.snapshots.take_discarded(),
         )
 
@@ -243,7 +245,7 @@ class Scheduler:
         finite: npt.NDArray[np.bool_],
         states: Collection[Any] = (),
     ) -> list[tuple[int, int]]:
-        """Books the results of a step. The plans are booked in their order.
+        """Commits the results of a step. The plans are committed in their order.
 
         Arguments:
             step: a step of the oldest plan in flight.
@@ -260,11 +262,11 @@ class Scheduler:
             raise ValueError(f"the step captures the state of {len(step.captures)} rows, got {len(states)} states")
         self._in_flight.land(step)
         is_finite = finite.tolist()
-        taken, ended = book_tokens(step, tokens, counts, is_finite, self.lookahead)
-        self._prefix.book(step, is_finite, states, self._holders.blocks)
+        emitted, ended = commit_tokens(step, tokens, counts, is_finite, self.lookahead)
+        self._prefix.commit(step, is_finite, states, self._residents.blocks)
         for sequence in ended:
             self._release(sequence)
-        return taken
+        return emitted
 
     def abort(
         self, request_ids: Collection[str], status: SequenceStatus = SequenceStatus.FINISHED_ABORTED
@@ -275,7 +277,7 @@ class Scheduler:
         lengths in tokens.
         """
         wanted = frozenset(request_ids)
-        groups = (self._holders.running, self._holders.prefilling, self._waiting)
+        groups = (self._residents.running, self._residents.prefilling, self._waiting)
         found = sorted((s for group in groups for s in group if s.request_id in wanted), key=by_arrival)
         self._waiting = [s for s in self._waiting if s.request_id not in wanted]
         for sequence in found:
@@ -285,13 +287,13 @@ class Scheduler:
         return len(found), sum(map(len, found))
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Lets go of a sequence whose prompt is computed and booked, and frees what it holds; it is not finished.
+        """Lets go of a sequence whose prompt is computed and committed, and frees what it holds; it is not finished.
 
         Raises ValueError if it does not run, or a result of it is in flight.
         """
-        if sequence not in self._holders.running or sequence.num_inflight_steps:
+        if sequence not in self._residents.running or sequence.num_inflight_steps:
             raise ValueError(
-                f"request {sequence.request_id} cannot be handed over: its prompt is not computed and booked, or it "
+                f"request {sequence.request_id} cannot be handed over: its prompt is not computed and committed, or it "
                 "has ended"
             )
         self._release(sequence)
@@ -314,7 +316,7 @@ class Scheduler:
         tokens_per_block, lookahead = self.tokens_per_block, self.lookahead
         self._decoding = [
             sequence
-            for sequence in self._holders.running
+            for sequence in self._residents.running
             if sequence.schedulable
             and not (
                 sequence.waits_for_results
@@ -350,19 +352,19 @@ class Scheduler:
 
     def _plan_prefill(self) -> tuple[PrefillStep | None, tuple[Restore, ...]]:
         """Chooses the chunks, starts new sequences, and gives each chunk its blocks."""
-        if not self._waiting and not self._holders.prefilling:
+        if not self._waiting and not self._residents.prefilling:
             return None, ()
-        pools = self._holders.blocks
+        pools = self._residents.blocks
         shape, chosen = self._prefill_policy.choose(
             self.buckets.prefill_shapes,
-            self._holders.prefilling,
+            self._residents.prefilling,
             self._waiting,
             self._prefill_room(),
-            lambda sequence, data_index: self._prefix.find(sequence, pools[data_index]),
+            lambda sequence, dp_rank: self._prefix.find(sequence, pools[dp_rank]),
         )
         for chunk in chosen:
             # There are blocks for all that starts now, these included: so these are not among those handed out first.
-            pools[chunk.data_index].touch(chunk.hit.blocks)
+            pools[chunk.dp_rank].touch(chunk.hit.blocks)
         num_preemptions = self.num_preemptions
         chunks: list[Chunk] = []
         first_new_blocks: list[int] = []
@@ -395,7 +397,7 @@ class Scheduler:
         sequence, imported, hit = chunk.sequence, chunk.sequence.imported, chunk.hit.blocks
         self._waiting.remove(sequence)
         sequence.branch = chunk.hit.branch
-        self._holders.start(sequence, chunk.data_index, hit)
+        self._residents.start(sequence, chunk.dp_rank, hit)
         if imported is not None:
             self._reserve(sequence, imported.num_tokens)
             sequence.imported, sequence.num_tokens = None, imported.num_tokens
@@ -410,17 +412,17 @@ class Scheduler:
 
     def _complete(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
-        self._holders.complete(sequence)
+        self._residents.complete(sequence)
 
     def _prefill_room(self) -> Room:
-        tokens = [self.max_num_batched_tokens] * len(self._holders.blocks)
+        tokens = [self.max_num_batched_tokens] * len(self._residents.blocks)
         for sequence in self._decoding:
-            tokens[sequence.data_index] -= self.lookahead
+            tokens[sequence.dp_rank] -= self.lookahead
         return Room(
             tokens=tokens,
-            blocks=[pool.num_free for pool in self._holders.blocks],
-            slots=[pool.num_free for pool in self._holders.slots],
-            load=self._holders.load(),
+            blocks=[pool.num_free for pool in self._residents.blocks],
+            slots=[pool.num_free for pool in self._residents.slots],
+            load=self._residents.load(),
             vacancies=self.max_num_seqs - self.num_running,
         )
 
@@ -429,10 +431,10 @@ class Scheduler:
 
         Returns False, and takes nothing from anyone, if that would not do.
         """
-        missing = self._holders.missing_blocks(sequence, num_tokens)
-        pool = self._holders.blocks[sequence.data_index]
+        missing = self._residents.missing_blocks(sequence, num_tokens)
+        pool = self._residents.blocks[sequence.dp_rank]
         if missing > pool.num_free:
-            for other in victims(missing, self._holders.younger(sequence, running=self.decodes), pool):
+            for other in select_preemptions(missing, self._residents.younger(sequence, running=self.decodes), pool):
                 self._preempt(other)
             if missing > pool.num_free:
                 return False
@@ -453,7 +455,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Frees what a sequence holds, and has its rows passed over, planned or in flight."""
-        self._holders.release(sequence)
+        self._residents.release(sequence)
         if sequence in self._decoding:
             self._decoding.remove(sequence)
         self._in_flight.drop(sequence)

@@ -15,7 +15,7 @@ class SequenceStatus(IntEnum):
     WAITING lasts until the last chunk of the prompt is launched, as in DeepInfer; a waiting sequence may thus hold
     blocks. SWAPPED is never used, as in DeepInfer. FINISHED_FAILED is ours: DeepInfer ends the process when the
     logits of one row are not finite (DB §15.2 trap 35). So is FINISHED_INVALID: a prompt that turned out to be none,
-    as it and its pictures do not belong together.
+    as it and its images do not belong together.
     """
 
     WAITING = 0
@@ -101,10 +101,10 @@ class Sequence:
             flight an upper bound (all drafts accepted); else, once the prompt is computed, all tokens but the last.
         num_inflight_steps: steps in flight each of which gives it at least one token.
         block_table: ids of the blocks that hold its tokens, in order of position.
-        state_id: its slot within its data index, -1 while it holds none.
-        data_index: where its blocks and its slot are, -1 while it holds none.
+        state_id: its slot within its dp rank, -1 while it holds none.
+        dp_rank: where its blocks and its slot are, -1 while it holds none.
         schedulable: False keeps it out of every plan; it keeps what it holds and delays nobody.
-        waits_for_results: it decodes only when all its results are booked, as what its next step must do depends on
+        waits_for_results: it decodes only when all its results are committed, as what its next step must do depends on
             them; it sits out the overlapped step, and keeps what it holds.
         num_preemptions: how often it lost its place and must be, or was, computed again.
         arrival: its number in the order in which the scheduler got the sequences.
@@ -115,12 +115,12 @@ class Sequence:
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
         num_cached_tokens: so many were, when it first started.
         branch: tokens whose blocks were cached when it started; a chunk of it ends there.
-        rates: of the newest drafts whose step is booked, the chances that each and all before it are accepted; None:
+        rates: of the newest drafts whose step is committed, the chances that each and all before it are accepted; None:
             there are none, or nobody asks (see verification.py).
         imported: the state with which it starts, instead of computing its prompt; None once it has started.
         block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
         num_published: so many blocks of its table have been named, by it or by others.
-        published: (data index, block, key) of each block that it has named.
+        published: (dp rank, block, key) of each block that it has named.
     """
 
     seq_id: int
@@ -141,7 +141,7 @@ class Sequence:
     num_inflight_steps: int = 0
     block_table: list[int] = field(default_factory=list)
     state_id: int = -1
-    data_index: int = -1
+    dp_rank: int = -1
     schedulable: bool = True
     waits_for_results: bool = False
     num_preemptions: int = 0

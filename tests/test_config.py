@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.config import load_config, parse_config
+from deepinfer_jax.config.model_config import load_config, parse_config
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "A_s28" / "config.json").read_text())
 KEYS = [

@@ -70,7 +70,7 @@ def test_a_wheel_generates_text_outside_the_repository(tmp_path: Path) -> None:
     code = (
         "import deepinfer_jax, sys; print(deepinfer_jax.__file__, file=sys.stderr)\n"
         "sys.argv = ['deepinfer-jax', 'generate', '--prompt', 'Once upon a time', '--max-tokens', '8', '--seed', '1']\n"
-        "from deepinfer_jax.cli import main; main()"
+        "from deepinfer_jax.cli.main import main; main()"
     )
     environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = run_python(code, cwd=tmp_path, env=environment)

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax import memory
+from deepinfer_jax.cache.paged import paged_state
+from deepinfer_jax.cache.pools import CacheShape, init_pools
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import PRECISIONS, ModelConfig, load_config, parse_config
-from deepinfer_jax.layout import released_tensors
-from deepinfer_jax.memory import device_memory, format_bytes, plan_memory
-from deepinfer_jax.memory_parts import checkpoint_bytes, temporary_bytes, weight_bytes
-from deepinfer_jax.paged_cache import paged_state
+from deepinfer_jax.config.model_config import PRECISIONS, ModelConfig, load_config, parse_config
+from deepinfer_jax.memory.parts import checkpoint_bytes, temporary_bytes, weight_bytes
+from deepinfer_jax.memory.plan import device_memory, format_bytes, plan_memory
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.state import CacheShape, init_pools
+from deepinfer_jax.weights.layout import released_tensors
 
 TESTS = Path(__file__).parent
 GB = 10**9
@@ -159,7 +159,7 @@ def test_image_features_take_what_is_asked_for_and_at_least_what_a_step_may_need
     row = 5120 * 2
     plan = plan_memory(RELEASED, num_blocks=1, image_cache_bytes=256 << 20)
     assert plan.image_rows == (256 << 20) // row and plan.parts["image features"] == plan.image_rows * row
-    # Two data indices, each with 2048 tokens in 8 chunks, whose ends cut pictures of up to 1021 features.
+    # Two dp ranks, each with 2048 tokens in 8 chunks, whose ends cut images of up to 1021 features.
     least = plan_memory(RELEASED, num_blocks=1, data_parallel_size=2, max_num_seqs=16)
     assert least.image_rows == 2 * (2048 + 2 * 8 * 1021)
     assert plan_memory(RELEASED, precision="float32", num_blocks=1).parts["image features"] == 18_384 * 5120 * 4

@@ -1,4 +1,4 @@
-"""Text and pictures -> int32 ids and roles, and back; what models derive from ids (model.md §7, DB §3–4). No jax."""
+"""Text and images -> int32 ids and roles, and back; what models derive from ids (model.md §7, DB §3–4). No jax."""
 
 from .compressed_vocabulary import (
     CompressedTokenizer,
@@ -19,7 +19,7 @@ from .image_opening import ImageError, ImageSource, open_image
 from .image_processor import ImageProcessor, ProcessedImage
 from .image_tokens import IMAGE_PLACEHOLDERS, ImageTokenOffset, TokenType, find_image_placeholder
 from .loading import get_hf_tokenizer, load_unrepaired_tokenizer, tokenizer_compatibility
-from .multimodal_processor import ImageInput, ImagePrompt, MultimodalProcessor, TextLengthInput, pictures_of
+from .multimodal_processor import ImageInput, ImagePrompt, MultimodalProcessor, TextLengthInput, images_of
 from .release_policy import SPAN_TOKENS, apply_release_policy, release_rules
 
 __all__ = [
@@ -47,11 +47,11 @@ __all__ = [
     "engram_primes",
     "find_image_placeholder",
     "get_hf_tokenizer",
+    "images_of",
     "load_unrepaired_tokenizer",
     "ngram_rows",
     "ngram_windows",
     "open_image",
-    "pictures_of",
     "release_rules",
     "tokenizer_compatibility",
 ]

@@ -1,4 +1,4 @@
-"""How large a picture becomes and how many tokens it takes: integers and square roots (model.md §10.1, DB §4.3)."""
+"""How large an image becomes and how many tokens it takes: integers and square roots (model.md §10.1, DB §4.3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .image_tokens import TokenType
 
 
 class ImageRules(Protocol):
-    """The fields of `vision_config` that decide what becomes of a picture (DB §4.8)."""
+    """The fields of `vision_config` that decide what becomes of an image (DB §4.8)."""
 
     @property
     def patch_size(self) -> int: ...
@@ -30,13 +30,13 @@ class ImageRules(Protocol):
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """The grids of one picture.
+    """The grids of one image.
 
     Attributes:
         llm_height, llm_width: rows and columns of IMAGE tokens.
         pixel_height, pixel_width: the canvas, multiples of the patch size.
         vit_height, vit_width: rows and columns of patches.
-        tokens: positions that the picture takes in a prompt: START, llm_height lines of llm_width IMAGE and one
+        tokens: positions that the image takes in a prompt: START, llm_height lines of llm_width IMAGE and one
             NEW_LINE, END.
     """
 
@@ -68,7 +68,7 @@ def check_image_rules(rules: ImageRules) -> None:
 
 
 def plan_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
-    """The layout of a picture of `width` x `height` pixels.
+    """The layout of an image of `width` x `height` pixels.
 
     Too few pixels are scaled up to `min_pixels`; each side is rounded up to patches; what would then take more than
     `max_image_tokens` is scaled down to fit.

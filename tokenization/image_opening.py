@@ -1,4 +1,4 @@
-"""A picture from anywhere -> upright RGB pixels, or an `ImageError`."""
+"""An image from anywhere -> upright RGB pixels, or an `ImageError`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Im
 """Encoded bytes, a path, a `data:` URL, a Pillow image, or uint8/uint16 [height, width] or [height, width, 1|3|4]."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What encoded pictures may be. Others of Pillow's are left out: some of them start programs (EPS)."""
+"""What encoded images may be. Others of Pillow's are left out: some of them start programs (EPS)."""
 
 MAX_PIXELS = 89_478_485
-"""Larger encoded pictures are refused before they are decoded; a quarter of a GB as RGB, as Pillow's own limit."""
+"""Larger encoded images are refused before they are decoded; a quarter of a GB as RGB, as Pillow's own limit."""
 
 _KINDS = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image, np.ndarray)
 _DECODING = threading.Lock()
@@ -41,7 +41,7 @@ _TURNS = {
 
 
 class ImageError(ValueError):
-    """A picture that cannot be used; the message says which, why, and what to do."""
+    """An image that cannot be used; the message says which, why, and what to do."""
 
 
 def check_source(source: object) -> None:
@@ -54,13 +54,13 @@ def check_source(source: object) -> None:
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """Decodes a picture to an upright Pillow image of mode RGB. `source` is not changed.
+    """Decodes an image to an upright Pillow image of mode RGB. `source` is not changed.
 
     Of several frames the first is taken. Transparency is dropped, as in the released code: the colour below it
     shows. 16-bit samples keep their high byte. The EXIF orientation is obeyed, which DeepInfer does not do (DB §4.4).
 
     Raises:
-        ImageError: not a picture, damaged, truncated, of more than MAX_PIXELS, in another format than FORMATS, or
+        ImageError: not an image, damaged, truncated, of more than MAX_PIXELS, in another format than FORMATS, or
             with samples whose range nobody knows (32-bit integers, floats).
         TypeError: `source` is none of ImageSource.
     """

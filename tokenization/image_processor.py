@@ -1,4 +1,4 @@
-"""Pictures -> patches, bit for bit as the released code makes them (model.md §10.1, DB §4.3–4.5)."""
+"""Images -> patches, bit for bit as the released code makes them (model.md §10.1, DB §4.3–4.5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VALUES = _byte_values()
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """A picture on its canvas. Bytes, because its patches take four times their place.
+    """An image on its canvas. Bytes, because its patches take four times their place.
 
     Attributes:
         layout: its grids.
@@ -50,7 +50,7 @@ class ProcessedImage:
 
 
 class ImageProcessor:
-    """Fits pictures to one model's vision tower. Without state: any number of threads may use it."""
+    """Fits images to one model's vision tower. Without state: any number of threads may use it."""
 
     def __init__(self, vision_config: ImageRules) -> None:
         """Takes any object with the fields of `vision_config`.
@@ -62,7 +62,7 @@ class ImageProcessor:
         self._rules = vision_config
 
     def layout(self, width: int, height: int) -> ImageLayout:
-        """The grids and the token count of a picture of `width` x `height` pixels.
+        """The grids and the token count of an image of `width` x `height` pixels.
 
         Raises:
             ImageError: there is no layout for this size.
@@ -70,7 +70,7 @@ class ImageProcessor:
         return plan_layout(width, height, self._rules)
 
     def process(self, image: ImageSource) -> ProcessedImage:
-        """Opens a picture and puts it on the canvas of its size's layout.
+        """Opens an image and puts it on the canvas of its size's layout.
 
         Raises:
             ImageError: it cannot be opened, or there is no layout for its size.
@@ -79,13 +79,13 @@ class ImageProcessor:
         return self.fit(upright, self.layout(*upright.size))
 
     def fit(self, upright: Image.Image, layout: ImageLayout) -> ProcessedImage:
-        """Puts a picture from `open_image` on the canvas of `layout`, which may be that of another size."""
+        """Puts an image from `open_image` on the canvas of `layout`, which may be that of another size."""
         pixels = np.asarray(self._canvas(upright, (layout.pixel_width, layout.pixel_height)))
         size = np.array(pixels.shape, "<i8").tobytes()
         return ProcessedImage(layout, pixels, hashlib.sha256(size + pixels.tobytes()).digest())
 
     def patches(self, image: ImageSource) -> npt.NDArray[np.float32]:
-        """float32 [n_patches, 3 * p * p]: the patches of a picture at the layout of its size.
+        """float32 [n_patches, 3 * p * p]: the patches of an image at the layout of its size.
 
         Raises:
             ImageError: as `process`.
@@ -93,7 +93,7 @@ class ImageProcessor:
         return self.process(image).patches()
 
     def _canvas(self, image: Image.Image, canvas: tuple[int, int]) -> Image.Image:
-        """Fits the picture inside the canvas with its aspect, in the middle of grey; too wide a one is stretched."""
+        """Fits the image inside the canvas with its aspect, in the middle of grey; too wide a one is stretched."""
         ratio = self._rules.max_wh_ratio
         stretched = ratio is not None and image.width >= ratio * image.height
         fitted = canvas if stretched else _fitted_size(image.size, canvas)

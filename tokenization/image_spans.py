@@ -1,4 +1,4 @@
-"""Where the pictures of a prompt are, in any of the spellings that a prompt may use (DB §4.2)."""
+"""Where the images of a prompt are, in any of the spellings that a prompt may use (DB §4.2)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy.typing as npt
 from .image_tokens import ImageTokenOffset
 
 Span = tuple[int, int]
-"""(start, stop) in the ids as given: one placeholder, or all positions of a picture that is expanded already."""
+"""(start, stop) in the ids as given: one placeholder, or all positions of an image that is expanded already."""
 
 
 def find_spans(
     ids: npt.NDArray[np.int32], counts: Sequence[int], *, image_token_id: int, vocab_size: int
 ) -> list[Span]:
-    """The place of each picture in `ids`, in order.
+    """The place of each image in `ids`, in order.
 
-    Three spellings: one `image_token_id` for each picture; `image_token_id` repeated for all its positions, as in
-    the released code; IMAGE and then IMAGE_PADs beyond the vocabulary, as in DeepInfer. Two pictures side by side
+    Three spellings: one `image_token_id` for each image; `image_token_id` repeated for all its positions, as in
+    the released code; IMAGE and then IMAGE_PADs beyond the vocabulary, as in DeepInfer. Two images side by side
     may share a run.
 
     Args:
         ids: int32 [n].
-        counts: positions of each picture, all at least 4.
+        counts: positions of each image, all at least 4.
 
     Raises:
-        ValueError: the prompt has more or fewer pictures than `counts`, or of other lengths.
+        ValueError: the prompt has more or fewer images than `counts`, or of other lengths.
     """
     sentinels = _find_sentinels(ids, vocab_size)
     placeholders = np.flatnonzero(ids == image_token_id).tolist()
@@ -74,7 +74,7 @@ def _runs(positions: list[int]) -> list[Span]:
 
 
 def _split_runs(runs: list[Span], counts: Sequence[int]) -> list[Span]:
-    """Cuts runs into pictures of `counts` positions, in order; each run must be used up by whole pictures."""
+    """Cuts runs into images of `counts` positions, in order; each run must be used up by whole images."""
     spans: list[Span] = []
     for start, stop in runs:
         while start < stop and len(spans) < len(counts):
@@ -88,7 +88,7 @@ def _split_runs(runs: list[Span], counts: Sequence[int]) -> list[Span]:
 
 
 def _refuse_other_lengths(lengths: list[int], counts: Sequence[int]) -> None:
-    """Raises ValueError if a prompt's runs are not as long as its pictures."""
+    """Raises ValueError if a prompt's runs are not as long as its images."""
     if lengths == list(counts):
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The ids of a prompt and its pictures -> the ids and roles that the engine runs (DB §4.2)."""
+"""The ids of a prompt and its images -> the ids and roles that the engine runs (DB §4.2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextLengthInput:
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """A picture in a prompt.
+    """An image in a prompt.
 
     Attributes:
         width, height: pixels, as declared or else as decoded.
@@ -51,12 +51,12 @@ class ImageInput:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt with its pictures in place.
+    """A prompt with its images in place.
 
     Attributes:
-        token_ids: int32 [n]: of each picture vocab_size + IMAGE, then vocab_size + IMAGE_PADs.
-        mm_token_type: int32 [n], `TokenType`s: UNDEFINED for text, the structure of each picture.
-        segments: text, picture, text, …, text in order; their lengths add up to n. Texts may be empty.
+        token_ids: int32 [n]: of each image vocab_size + IMAGE, then vocab_size + IMAGE_PADs.
+        mm_token_type: int32 [n], `TokenType`s: UNDEFINED for text, the structure of each image.
+        segments: text, image, text, …, text in order; their lengths add up to n. Texts may be empty.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -65,7 +65,7 @@ class ImagePrompt:
 
     @property
     def images(self) -> tuple[ImageInput, ...]:
-        """Its pictures, in order of position."""
+        """Its images, in order of position."""
         return tuple(segment for segment in self.segments if isinstance(segment, ImageInput))
 
 
@@ -73,7 +73,7 @@ _Piece = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], TextLengthInput | I
 
 
 class MultimodalProcessor:
-    """Puts pictures into prompts of one model. Without state: any number of threads may use it."""
+    """Puts images into prompts of one model. Without state: any number of threads may use it."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class MultimodalProcessor:
             vision_config: any object with the fields of `vision_config`.
             tokenizer: gives `get_vocab()`, `convert_ids_to_tokens(id)` and `decode(ids)`.
             image_token_id, vocab_size: of config.json.
-            on_image_mismatch: "raise" refuses a request whose placeholders are not as many as its pictures, or whose
+            on_image_mismatch: "raise" refuses a request whose placeholders are not as many as its images, or whose
                 declared sizes are not the real ones. "warn" does what DeepInfer does: placeholders are filled in
-                order, those left over stay plain tokens, pictures left over are dropped, and declared sizes decide
+                order, those left over stay plain tokens, images left over are dropped, and declared sizes decide
                 the layout.
 
         Raises:
@@ -110,9 +110,9 @@ class MultimodalProcessor:
     def overwrite_prompt(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], multi_modal_data: Mapping[str, Any] | None
     ) -> ImagePrompt:
-        """Decodes the pictures and expands their places in the prompt. Neither argument is changed.
+        """Decodes the images and expands their places in the prompt. Neither argument is changed.
 
-        A picture's place is one placeholder, or it is expanded already: `image_token_id` as often as the picture
+        An image's place is one placeholder, or it is expanded already: `image_token_id` as often as the image
         takes tokens, or the ids of `ImagePrompt.token_ids`.
 
         Args:
@@ -121,23 +121,23 @@ class MultimodalProcessor:
                 when upright, which may be left out.
 
         Raises:
-            ImageError: a picture cannot be used; the message says which.
-            ValueError: the prompt, the pictures and their sizes do not belong together.
+            ImageError: an image cannot be used; the message says which.
+            ValueError: the prompt, the images and their sizes do not belong together.
         """
         given = np.asarray(token_ids)
         ids = given.astype(np.int32)
         if ids.ndim != 1 or (ids != given).any():
             raise ValueError(f"a prompt is one list of token ids, all int32; got {given.dtype} {list(given.shape)}")
-        sources, sizes = pictures_of(multi_modal_data or {})
-        pictures = [
+        sources, sizes = images_of(multi_modal_data or {})
+        images = [
             self._process(index, source, None if sizes is None else sizes[index])
             for index, source in enumerate(sources)
         ]
-        spans = self._find_spans(ids, [image.layout.tokens for _, image in pictures])
-        return self._expand(ids, spans, pictures)
+        spans = self._find_spans(ids, [image.layout.tokens for _, image in images])
+        return self._expand(ids, spans, images)
 
     def _process(self, index: int, source: ImageSource, declared: Span | None) -> tuple[Span, ProcessedImage]:
-        """The size of a picture, and what the vision tower gets of it."""
+        """The size of an image, and what the vision tower gets of it."""
         try:
             upright = open_image(source)
             size = self._checked_size(upright.size, declared)
@@ -173,12 +173,12 @@ class MultimodalProcessor:
         return f". The prompt spells {', '.join(sorted(found))}; the placeholder is {self.placeholder}" if found else ""
 
     def _expand(
-        self, ids: npt.NDArray[np.int32], spans: list[Span], pictures: list[tuple[Span, ProcessedImage]]
+        self, ids: npt.NDArray[np.int32], spans: list[Span], images: list[tuple[Span, ProcessedImage]]
     ) -> ImagePrompt:
         pieces: list[_Piece] = []
         read = length = 0  # of the prompt as given; of the expanded one
-        # In tolerant mode there may be fewer places than pictures.
-        for (start, stop), ((width, height), image) in zip(spans, pictures, strict=False):
+        # In tolerant mode there may be fewer places than images.
+        for (start, stop), ((width, height), image) in zip(spans, images, strict=False):
             pieces.append(_text_piece(ids[read:start]))
             begin = length + start - read
             length, read = begin + image.layout.tokens, stop
@@ -205,8 +205,8 @@ def _resolve_placeholder(tokenizer: Any, image_token_id: int) -> str:
     return placeholder
 
 
-def pictures_of(data: Mapping[str, Any]) -> tuple[list[ImageSource], list[Span] | None]:
-    """The pictures of `multi_modal_data` and their declared sizes, None without. Nothing is opened.
+def images_of(data: Mapping[str, Any]) -> tuple[list[ImageSource], list[Span] | None]:
+    """The images of `multi_modal_data` and their declared sizes, None without. Nothing is opened.
 
     Raises:
         ImageError: `image_bytes` is None.

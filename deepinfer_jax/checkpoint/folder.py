@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 
 from deepinfer_jax.checkpoint.safetensors import SafetensorsFile, TensorEntry
-from deepinfer_jax.config import read_json
+from deepinfer_jax.config.model_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepinfer_jax.checkpoint.completeness import check_complete
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import HostArray, Leaf, build_leaf, leaf_form
-from deepinfer_jax.checkpoint.verify import verify_tensors
-from deepinfer_jax.config import ModelConfig, check_precision
-from deepinfer_jax.layout import ParamSpec, layout, param_specs
-from deepinfer_jax.params import Params
-from deepinfer_jax.sharding import auto_mesh, param_sharding, placed_shape
+from deepinfer_jax.config.model_config import ModelConfig, check_precision
 from deepinfer_jax.tokenization import CompressedVocabulary
+from deepinfer_jax.weights.layout import ParamSpec, layout, param_specs
+from deepinfer_jax.weights.params import Params
+from deepinfer_jax.weights.sharding import auto_mesh, param_sharding, placed_shape
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def load_params(
         for spec in param_specs(config):
             param_sharding(spec, mesh)  # refuses an indivisible axis now rather than after hours of loading
     folder = CheckpointFolder(directory)
-    verify_tensors(folder, config)
+    check_complete(folder, config)
     token_map = _token_map(Path(tokenizer or directory), config)
     if mesh is not None and token_map is not None:
         token_map = jax.device_put(token_map, NamedSharding(mesh, PartitionSpec()))

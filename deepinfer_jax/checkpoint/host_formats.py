@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.layout import ParamSpec
+from deepinfer_jax.weights.layout import ParamSpec
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.checkpoint.leaves import Leaf, leaf_form
-from deepinfer_jax.config import ModelConfig, check_precision
+from deepinfer_jax.config.model_config import ModelConfig, check_precision
 from deepinfer_jax.kernels.formats import encode_e4m3
-from deepinfer_jax.layout import Init, ParamSpec, layout
-from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
+from deepinfer_jax.weights.layout import Init, ParamSpec, layout
+from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
 
 # Mean square of a uniformly drawn e2m1 nibble: 2 (0.5² + 1² + 1.5² + 2² + 3² + 4² + 6²) / 16.
 _E2M1_STD = math.sqrt(2 * 68.5 / 16)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.host_formats import decode
-from deepinfer_jax.layout import Format, ParamSpec
-from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight
+from deepinfer_jax.weights.layout import Format, ParamSpec
+from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight
 
 Array = npt.NDArray[Any]
 Leaf = jax.Array | Fp8Weight | Fp4Weight | Fp8Rows

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from deepinfer_jax.layout import TensorSpec  # which imports jax; the reader itself needs NumPy only
+    from deepinfer_jax.weights.layout import TensorSpec  # which imports jax; the reader itself needs NumPy only
 
 Array = npt.NDArray[Any]
 

@@ -23,9 +23,9 @@ from deepinfer_jax.checkpoint.init import mean_and_std
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.checkpoint.tiny_tokenizer import missing_bytes, special_token_names, write_tokenizer
-from deepinfer_jax.config import ModelConfig, parse_config
-from deepinfer_jax.layout import ParamSpec, param_specs, released_tensors
+from deepinfer_jax.config.model_config import ModelConfig, parse_config
 from deepinfer_jax.tokenization import CompressedVocabulary, engram_primes
+from deepinfer_jax.weights.layout import ParamSpec, param_specs, released_tensors
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
-from deepinfer_jax.config import PRECISIONS, Precision
-from deepinfer_jax.engine.values import boolean, integer, number
+from deepinfer_jax.config.model_config import PRECISIONS, Precision
+from deepinfer_jax.engine.validation import boolean, integer, number
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _DEFAULT_TOKENS_PER_BLOCK = 128
 _CHUNKED_BATCHED_TOKENS = 2048
 # About 1400 snapshots of the released model.
 _SNAPSHOT_MEMORY_BYTES = 4 << 30
-# About 26,000 rows of the released model: 140 pictures of 224 x 224 pixels, 27 of the largest.
+# About 26,000 rows of the released model: 140 images of 224 x 224 pixels, 27 of the largest.
 _IMAGE_CACHE_BYTES = 256 << 20
 # DeepInfer's floor for prompts that run in one piece (DB §1.3).
 _WHOLE_BATCHED_TOKENS = 4096
@@ -58,9 +58,9 @@ class EngineLimits:
             it is a bound to check against, since rotary angles are computed and no step is launched for a sequence
             that is known to be full.
         prompt_limit: longest prompt: max_model_len, or without chunked prefill what one step takes.
-        max_num_seqs: most sequences that run at once, over all data indices.
-        max_num_batched_tokens: most tokens of one engine iteration on each data index.
-        data_parallel_size: data indices; each has its own blocks and slots.
+        max_num_seqs: most sequences that run at once, over all dp ranks.
+        max_num_batched_tokens: most tokens of one engine iteration on each dp rank.
+        data_parallel_size: dp ranks; each has its own blocks and slots.
         tokens_per_block: tokens of one block of the paged cache.
         num_drafts: tokens drafted per step.
         chunked_prefill: whether a prompt may run in pieces.
@@ -82,7 +82,7 @@ class EngineLimits:
 
     @property
     def seqs_per_index(self) -> int:
-        """Slots of each data index. Rounded up: max_num_seqs itself bounds how many run."""
+        """Slots of each dp rank. Rounded up: max_num_seqs itself bounds how many run."""
         return math.ceil(self.max_num_seqs / self.data_parallel_size)
 
     @property
@@ -114,10 +114,10 @@ class EngineArgs:
         engram_parallel_size: 0, or the number of all devices: n-gram tables lie over all of them.
         engine_rank, engine_group_rank: 0: one process drives all devices.
         gpu_memory_utilization: part of the device memory that weights, caches and temporaries may take, in (0, 1].
-        max_num_batched_tokens: most tokens of one iteration on each data index, at least max_num_seqs × (1 + drafts);
+        max_num_batched_tokens: most tokens of one iteration on each dp rank, at least max_num_seqs × (1 + drafts);
             None: with chunked prefill the larger of 2048 and that, else the largest of max_model_len, 4096 and that.
             Of prompts that may be cut, a step takes no more than `memory.prefill_tokens` in any case.
-        max_num_seqs: most sequences that run at once, over all data indices; each index has room for its share,
+        max_num_seqs: most sequences that run at once, over all dp ranks; each index has room for its share,
             rounded up.
         disable_log_stats: no statistics in the log; `LLMEngine.stats()` has them all the same.
         revision, tokenizer_revision: forwarded to the tokenizer only, as in DeepInfer.
@@ -130,7 +130,7 @@ class EngineArgs:
             tokens); -1 means 128. Small blocks waste less of the last one, large ones keep tables short.
         offline_inference: a label, as in DeepInfer.
         precision: ours; "reference" (the released arithmetic), "bf16", "float32" or "float32_exact".
-        num_kv_blocks: ours; blocks of each data index; None: as many as memory holds and the sequences can use.
+        num_kv_blocks: ours; blocks of each dp rank; None: as many as memory holds and the sequences can use.
         kv_cache_format: ours; "packed" stores the cache in the released formats, "unpacked" as plain numbers; the
             results are the same to the bit. "float32_exact" quantises nothing and is always unpacked.
         enable_prefix_caching: ours; what the cache holds of earlier requests is reused by those that begin alike. The

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
-from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.engine_thread import EngineThread, OutputStream
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.prompts import encode_text
-from deepinfer_jax.engine.request import check_request_id, own_params
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.prompts import encode_text
+from deepinfer_jax.engine.requests.request import check_request_id, copy_params
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
 
 class AsyncLLMEngine:
@@ -180,12 +180,12 @@ class OutputIterator(AsyncIterator[RequestOutput]):
 
     async def _start(self) -> OutputStream:
         check_request_id(self._request_id)
-        params = own_params(self._sampling_params, self._engine.get_tokenizer().eos_token_id)
+        params = copy_params(self._sampling_params, self._engine.get_tokenizer().eos_token_id)
         if isinstance(self._prompt, str):
             ids = await asyncio.to_thread(self._encode, self._prompt)
         else:
             ids = copy.copy(self._prompt)  # the caller may change it while the request waits
-        images = self._engine.llm_engine.pictures.checked(self._multi_modal_data)  # likewise
+        images = self._engine.llm_engine.images.checked(self._multi_modal_data)  # likewise
         stream = OutputStream()
         self._engine._thread.start(self._request_id, stream, ids, params, self._user_id, images)
         return stream

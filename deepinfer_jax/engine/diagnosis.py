@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.cache import Cache, init_cache
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.cache.dense import Cache, init_cache
+from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.embedding import END, IMAGE, NEWLINE, START
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.probe import capture_names
 from deepinfer_jax.model.vision import encode_image
-from deepinfer_jax.params import Params
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, SequenceStatus
 from deepinfer_jax.tokenization import ImagePrompt, TokenType
+from deepinfer_jax.weights.params import Params
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _NOT_WATCHED = ("engram.rows", "index_scores", "candidates", "index_picks", "exp
 
 def explain_failures(
     step: PrefillStep | DecodeStep,
-    taken: list[tuple[int, int]],
+    emitted: list[tuple[int, int]],
     diagnose: Diagnose | None,
 ) -> None:
     """Writes into each request that failed in this step why; before its output is made.
@@ -57,11 +57,11 @@ def explain_failures(
         taken: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
         diagnose: None: the model cannot be asked.
     """
-    for row, _ in taken:
+    for row, _ in emitted:
         sequence = step.sequences[row]
         if sequence.status is SequenceStatus.FINISHED_FAILED:
             text = sequence.token_ids(0, len(sequence))  # with the drafts that this step accepted
-            reason = "" if diagnose is None else f": {diagnose(text, sequence.request.picture)}"
+            reason = "" if diagnose is None else f": {diagnose(text, sequence.request.image_prompt)}"
             sequence.request.error = (
                 f"the logits after position {len(text) - 1} are no distribution (not finite, or all zero){reason}"
             )
@@ -70,11 +70,11 @@ def explain_failures(
 def make_diagnosis(params: Params, config: ModelConfig, precision: str, kernels: KernelChoice) -> Diagnose:
     """A `Diagnose` of this model. It never raises: a second failure must not end those that run."""
 
-    def diagnose(text: npt.NDArray[np.int32], picture: ImagePrompt | None) -> str:
+    def diagnose(text: npt.NDArray[np.int32], image_prompt: ImagePrompt | None) -> str:
         if len(text) > LONGEST_TEXT:
             return f"its {len(text)} tokens were not run again to find the layer, as they are more than {LONGEST_TEXT}"
         try:
-            fault = first_fault(params, config, text, picture, precision=precision, kernels=kernels)
+            fault = first_fault(params, config, text, image_prompt, precision=precision, kernels=kernels)
         except Exception as error:
             logger.exception("a failed row could not be run again")
             return f"running the text again to find the layer failed too ({type(error).__name__}: {error})"
@@ -90,7 +90,7 @@ def first_fault(
     params: Params,
     config: ModelConfig,
     text: npt.NDArray[np.int32],
-    picture: ImagePrompt | None = None,
+    image_prompt: ImagePrompt | None = None,
     *,
     precision: str,
     kernels: KernelChoice,
@@ -101,7 +101,7 @@ def first_fault(
 
     Arguments:
         text: int32 [tokens], at least one.
-        picture: the prompt that it begins with, if that has images; they are encoded again.
+        image: the prompt that it begins with, if that has images; they are encoded again.
 
     Returns a clause, such as "layers.3.attention.output at position 17 is not finite"; None if the logits after the
     text are finite and not all zero.
@@ -110,7 +110,9 @@ def first_fault(
     room = 1 << (len(text) - 1).bit_length()  # few shapes, so few programs
     cache = init_cache(config, 1, max(room, CHUNK), precision=precision)
     zero_last = np.zeros(len(names), np.bool_)
-    roles, features = (None, None) if picture is None else _images(params, config, len(text), picture, precision)
+    roles, features = (
+        (None, None) if image_prompt is None else _images(params, config, len(text), image_prompt, precision)
+    )
     for start in range(0, len(text), CHUNK):
         chunk = np.zeros((1, CHUNK), np.int32)
         count = len(text[start : start + CHUNK])
@@ -135,11 +137,11 @@ def first_fault(
 
 
 def _images(
-    params: Params, config: ModelConfig, length: int, picture: ImagePrompt, precision: str
+    params: Params, config: ModelConfig, length: int, image_prompt: ImagePrompt, precision: str
 ) -> tuple[npt.NDArray[np.int32], jax.Array]:
     """The roles of a text's tokens, int32 [length], and the features of all images, [features, hidden]."""
     roles, features = np.full(length, -1, np.int32), []
-    for image in picture.images:
+    for image in image_prompt.images:
         layout = image.image.layout
         roles[image.start : image.stop] = [_ROLES[kind] for kind in layout.roles().tolist()]
         patches = jnp.asarray(image.image.patches())

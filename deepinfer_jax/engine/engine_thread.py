@@ -12,10 +12,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.prompts import token_ids
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.prompts import token_ids
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EngineThread:
     ) -> None:
         """Adds a request whose outputs go into the stream, or the error of `LLMEngine.add_request`.
 
-        images: as `Pictures.checked` gives them.
+        images: as `ImageRequestQueue.checked` gives them.
         """
         self._send(partial(self._start, request_id, stream, prompt_token_ids, params, user_id, images))
 

@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.engine.adjustments import write_adjustments
 from deepinfer_jax.engine.args import EngineLimits
-from deepinfer_jax.engine.features import FeatureCache
-from deepinfer_jax.engine.grammars import look_ahead, write_masks
-from deepinfer_jax.engine.request import forced_tokens, mask_bits, prefill_columns, sampling_columns, slot_places
+from deepinfer_jax.engine.grammars.request_queue import look_ahead, write_masks
+from deepinfer_jax.engine.images.features import FeatureCache
+from deepinfer_jax.engine.requests.adjustments import write_adjustments
+from deepinfer_jax.engine.requests.request import (
+    forced_tokens,
+    mask_bits,
+    prefill_columns,
+    sampling_columns,
+    slot_places,
+)
 from deepinfer_jax.runtime.runner import InFlight, Runner
-from deepinfer_jax.runtime.state_programs import PendingBytes
+from deepinfer_jax.runtime.state_ops import PendingBytes
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
 
 _POISON = 0xFF
@@ -21,7 +27,7 @@ _POISON = 0xFF
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was launched and is not booked yet.
+    """A step that was launched and is not committed yet.
 
     Attributes:
         step: as it was planned.
@@ -81,7 +87,7 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
     for sequence, restore in zip(sequences, restores, strict=True):
         if restore.blocks is not None:
             held = sequence.block_table[: blocks_for(restore.num_tokens, limits.tokens_per_block)]
-            runner.write_blocks(sequence.data_index, held, restore.blocks)
+            runner.write_blocks(sequence.dp_rank, held, restore.blocks)
     runner.restore(
         **slot_places(sequences),
         lengths=np.asarray([restore.num_tokens for restore in restores], np.int32),
@@ -103,4 +109,4 @@ def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | N
     rows = np.asarray(step.captures)
     # As planned with this step as the newest: exact, since with drafts only prefill steps are captured.
     lengths = np.asarray([step.sequences[row].num_tokens for row in step.captures], np.int32)
-    return runner.read_slots(step.data_index[rows], step.slots[rows], lengths)
+    return runner.read_slots(step.dp_rank[rows], step.slots[rows], lengths)

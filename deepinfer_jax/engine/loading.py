@@ -7,26 +7,26 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.init import init_params
-from deepinfer_jax.config import ModelConfig, load_config
+from deepinfer_jax.config.model_config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits, EngineType
 from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
+from deepinfer_jax.engine.drafts.scheduled_verification import confidence_temperatures
 from deepinfer_jax.engine.environ import enable_compilation_cache, env, warn_inapplicable
-from deepinfer_jax.engine.features import FeatureCache
-from deepinfer_jax.engine.handover import StateIdentity, state_identity
+from deepinfer_jax.engine.handover.sequence_state import StateIdentity, state_identity
+from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.sampler_options import sampler_options
-from deepinfer_jax.engine.verification import confidence_temperatures
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.memory import MemoryPlan, device_memory, plan_memory, prefill_tokens
+from deepinfer_jax.memory.plan import MemoryPlan, device_memory, plan_memory, prefill_tokens
 from deepinfer_jax.model.bounded_replay import MODES, Replay, replay_problem
+from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner
-from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder
 from deepinfer_jax.scheduler import BucketTable, bucket_table
-from deepinfer_jax.sharding import DATA, EXPERT
-from deepinfer_jax.state import CacheShape
 from deepinfer_jax.tokenization import MultimodalProcessor, get_hf_tokenizer
+from deepinfer_jax.weights.sharding import DATA, EXPERT
 
 # Compiling many step programs takes longer than a model below this size saves by them.
 _SMALL_MODEL_BYTES = 64 << 20
@@ -45,7 +45,7 @@ class EngineParts:
         image_token_id: the id that stands for an image in a chat; a plain id without one.
         limits: sizes.
         buckets: the step programs.
-        num_blocks: blocks of each data index.
+        num_blocks: blocks of each dp rank.
         runner: the compiled programs.
         prefix_caching: whether beginnings of earlier requests are reused.
         identity: what another engine must have in common to take a sequence over; None for a NORMAL engine.
@@ -126,7 +126,7 @@ def load_parts(args: EngineArgs) -> EngineParts:
         tokens_per_block=limits.tokens_per_block,
         rollback=limits.num_drafts,
     )
-    model = TextModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed", replay=replay)
+    model = PagedModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed", replay=replay)
     identity = None
     if args.engine_type is not EngineType.NORMAL:
         identity = state_identity(config, params, limits.tokens_per_block, model.state(limits.tokens_per_block))
@@ -271,7 +271,7 @@ def verifies_by_confidence(limits: EngineLimits) -> bool:
 
 
 def pool_blocks(limits: EngineLimits, available: int | None) -> int:
-    """Blocks of each data index: `available`; None: as many as its sequences can use.
+    """Blocks of each dp rank: `available`; None: as many as its sequences can use.
 
     Raises ValueError if one sequence of max_model_len does not fit, with the arithmetic.
     """
@@ -279,7 +279,7 @@ def pool_blocks(limits: EngineLimits, available: int | None) -> int:
         return limits.seqs_per_index * limits.blocks_per_sequence
     if available < limits.blocks_per_sequence:
         raise ValueError(
-            f"the cache has {available} blocks of {limits.tokens_per_block} tokens for each data index, but one "
+            f"the cache has {available} blocks of {limits.tokens_per_block} tokens for each dp rank, but one "
             f"sequence of max_model_len ({limits.max_model_len}) tokens takes {limits.blocks_per_sequence}: lower "
             f"max_model_len to {available * limits.tokens_per_block}, or give the cache more (num_kv_blocks, "
             "gpu_memory_utilization)"

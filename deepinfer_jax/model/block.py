@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.hyper_connections import Mix, collapse, expand, mix_coefficients
-from deepinfer_jax.model.moe import expert_scores, expert_weights, mixture, select_experts
+from deepinfer_jax.model.moe import expert_scores, expert_weights, moe, select_experts
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.params import HyperConnection, Layer
+from deepinfer_jax.weights.params import HyperConnection, Layer
 
 
 def initial_streams(embedded: jax.Array, text: TextConfig) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +35,7 @@ def block(
     image_mask: jax.Array | None,
     valid: jax.Array,
     text: TextConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
     probe: Probe,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +60,7 @@ def block(
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
     weights = expert_weights(scores, expert_ids, text.routed_scaling_factor)
     weights = probe(f"{name}.moe.expert_weights", weights)
-    y = probe(f"{name}.moe.output", mixture(x, params.ffn, expert_ids, weights, valid, text, arith, mesh))
+    y = probe(f"{name}.moe.output", moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh))
     return probe(f"{name}.streams", rowwise(expand, y, streams, mix)), probe(f"{name}.pre", mix.pre)
 
 

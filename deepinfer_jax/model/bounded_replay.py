@@ -13,12 +13,12 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.cache import View
-from deepinfer_jax.config import TextConfig
-from deepinfer_jax.layer_plan import LayerPlan, layer_plans
-from deepinfer_jax.model.attention import Step, store_entries
+from deepinfer_jax.cache.dense import View
+from deepinfer_jax.config.layer_plan import LayerPlan, layer_plans
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.model.attention import ForwardContext, store_entries
 from deepinfer_jax.model.block import enter_sublayer
-from deepinfer_jax.params import Layer
+from deepinfer_jax.weights.params import Layer
 
 Mode = Literal["mask", "compact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -96,9 +96,9 @@ def run_consumers(
     image_mask: jax.Array | None,
     layer: Layer,
     plan: LayerPlan,
-    step: Step,
+    step: ForwardContext,
     kept: KeptRows,
-    run: Callable[[jax.Array, jax.Array, jax.Array | None, Step], jax.Array],
+    run: Callable[[jax.Array, jax.Array, jax.Array | None, ForwardContext], jax.Array],
 ) -> jax.Array:
     """What `run` makes of the rows that consumer layers see, from P's own inputs on.
 
@@ -127,7 +127,7 @@ def run_consumers(
         return jnp.take_along_axis(rows, index.reshape(*index.shape, *[1] * (rows.ndim - 2)), axis=1)
 
     def run_kept(view: View) -> jax.Array:
-        narrow = Step.start(step.text, step.arith, view, step.probe, step.kernels)
+        narrow = ForwardContext.start(step.text, step.policy, view, step.probe, step.kernels)
         narrow = dataclasses.replace(narrow, kept_from=kept.kept_from, entries_are_stored=True)
         return run(take(streams), take(pre), None if image_mask is None else take(image_mask), narrow)
 

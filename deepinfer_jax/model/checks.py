@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.cache import Cache
-from deepinfer_jax.config import ModelConfig, check_precision
+from deepinfer_jax.cache.dense import Cache
+from deepinfer_jax.config.model_config import ModelConfig, check_precision
 from deepinfer_jax.model.embedding import IMAGE
-from deepinfer_jax.params import Params, Vision
 from deepinfer_jax.tokenization import ImageTokenOffset
+from deepinfer_jax.weights.params import Params, Vision
 
 IntArray = jax.Array | npt.NDArray[Any]
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.cache import Groups, OpenGroup
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.cache.dense import Groups, OpenGroup
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import rotate, rotation
-from deepinfer_jax.params import Compressor, IndexKey
+from deepinfer_jax.weights.params import Compressor, IndexKey
 
 
 def compress(
@@ -24,7 +24,7 @@ def compress(
     lengths: jax.Array,
     extend: Callable[[OpenGroup], OpenGroup],
     text: TextConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
 ) -> Groups:
     """Latents of the groups that end within the new tokens.
 
@@ -53,7 +53,7 @@ def compress(
     grouped_gate = jnp.take_along_axis(tokens.gate, members, axis=1).reshape(batch, count, ratio, -1)
 
     def pool(gate: jax.Array, kv: jax.Array) -> jax.Array:
-        latents = arith.round(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2))
+        latents = policy.round(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2))
         return rms_norm(latents, params.norm, text.rms_norm_eps)
 
     complete = (numbers + 1) * ratio <= (start + lengths)[:, None]
@@ -72,8 +72,8 @@ def entries_and_index_keys(
     """
 
     def make(latents: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        by = rotation(text, numbers * ratio, compressed=True)
+        rope = rotation(text, numbers * ratio, compressed=True)
         index_keys = rms_norm(linear(latents, params.wk), params.k_norm, text.rms_norm_eps)
-        return rotate(latents, by), rotate(index_keys, by)
+        return rotate(latents, rope), rotate(index_keys, rope)
 
     return rowwise(make, groups.latents, groups.numbers)

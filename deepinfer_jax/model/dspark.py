@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.arithmetic import Arithmetic, arithmetic
-from deepinfer_jax.cache import Cache, ring_positions
-from deepinfer_jax.config import ModelConfig, TextConfig
+from deepinfer_jax.cache.dense import Cache, ring_positions
+from deepinfer_jax.config.model_config import ModelConfig, TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
-from deepinfer_jax.model.attention import Step, output_projection, query_projection, window_keys
+from deepinfer_jax.model.attention import ForwardContext, output_projection, query_projection, window_keys
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.checks import check_drafting
 from deepinfer_jax.model.embedding import embed_tokens
@@ -26,7 +26,7 @@ from deepinfer_jax.model.hyper_connections import collapse
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.model.rope import rotation
-from deepinfer_jax.params import Attention, Draft, Params
+from deepinfer_jax.weights.params import Attention, Draft, Params
 
 
 @struct.dataclass
@@ -49,20 +49,20 @@ def tap(streams: jax.Array) -> jax.Array:
     return round_to(jnp.mean(streams.astype(jnp.float32), axis=2), streams.dtype)
 
 
-def store_context(taps: jax.Array, params: Draft, step: Step) -> None:
+def store_context(taps: jax.Array, params: Draft, step: ForwardContext) -> None:
     """Writes the draft layers' context keys of the new tokens; the taps feed wkv without any hyper-connection (T20).
 
     taps: [batch, time, targets·hidden].
     """
-    text, arith = step.text, step.arith
+    text, policy = step.text, step.policy
 
     def project(taps: jax.Array) -> jax.Array:
-        projected = linear(taps, params.main_proj, quantize_input=arith.quantize_activations)
+        projected = linear(taps, params.main_proj, quantize_input=policy.quantize_activations)
         return rms_norm(projected, params.main_norm, text.rms_norm_eps)
 
     context = rowwise(project, taps)
     for i, layer in enumerate(params.layers):
-        keys = window_keys(context, layer.attn, step.rotations[False], text, arith)
+        keys = window_keys(context, layer.attn, step.rotations[False], text, policy)
         step.view.write_draft_window(i, keys)
 
 
@@ -149,7 +149,7 @@ def draft_block(
         [batch, count].
     """
     with batch_invariant(kernels.batch_invariant):
-        final = _final_streams(params, context, tokens, config, arithmetic(config, precision), kernels)
+        final = _final_streams(params, context, tokens, config, precision_policy(config, precision), kernels)
         return _markov_chain(final[:, :count], tokens, params, pick, config.text)
 
 
@@ -158,7 +158,7 @@ def _final_streams(
     context: DraftContext,
     tokens: jax.Array,
     config: ModelConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
     kernels: KernelChoice,
 ) -> jax.Array:
     """The collapsed streams behind the last draft layer, [batch, block, hidden]."""
@@ -167,15 +167,15 @@ def _final_streams(
     batch, width = tokens.shape[0], text.dspark_block_size
     noise = jnp.full((batch, width - 1), text.dspark_noise_token_id, jnp.int32)
     ids = jnp.concatenate([tokens[:, None], noise], axis=1)
-    by = rotation(text, lengths[:, None] + jnp.arange(width, dtype=jnp.int32), compressed=False)
+    rope = rotation(text, lengths[:, None] + jnp.arange(width, dtype=jnp.int32), compressed=False)
     # Every query of the block sees the window that ends at the last context token a, and the whole block
     # (bidirectional): for visibility, the block stands at a.
     horizon = jnp.broadcast_to(lengths[:, None] - 1, (batch, width))
     positions = jnp.concatenate([context.positions, horizon], axis=1)
 
     def attend(x: jax.Array, params: Attention, context: jax.Array) -> jax.Array:
-        _, query = query_projection(x, params, by, text, arith)
-        keys = jnp.concatenate([context, window_keys(x, params, by, text, arith)], axis=1)
+        _, query = query_projection(x, params, rope, text, policy)
+        keys = jnp.concatenate([context, window_keys(x, params, rope, text, policy)], axis=1)
         heads = sparse_attention(
             query,
             keys,
@@ -186,12 +186,12 @@ def _final_streams(
             params.attn_sink,
             sliding_window=text.sliding_window,
             scale=text.head_dim**-0.5,
-            round_probabilities=arith.is_low,
+            round_probabilities=policy.is_low,
             choice=kernels,
         )
-        return output_projection(heads, params, by, text, arith)
+        return output_projection(heads, params, rope, text, policy)
 
-    streams, pre = initial_streams(embed_tokens(ids, params, arith), text)
+    streams, pre = initial_streams(embed_tokens(ids, params, policy), text)
     for i, layer in enumerate(weights.layers):
         with jax.named_scope(f"mtp.{i}"):
             streams, pre = block(
@@ -204,7 +204,7 @@ def _final_streams(
                 image_mask=None,
                 valid=jnp.broadcast_to(lengths[:, None] > 0, (batch, width)),
                 text=text,
-                arith=arith,
+                policy=policy,
                 probe=Probe((), ()),
                 mesh=params.mesh,
             )

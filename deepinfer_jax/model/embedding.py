@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.params import Params, Vision
+from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.weights.params import Params, Vision
 
 # Roles of the positions of an image span; text is negative (golden README).
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3
@@ -14,11 +14,11 @@ START, IMAGE, NEWLINE, END = 0, 1, 2, 3
 TEXT_PLACE, START_PLACE, NEWLINE_PLACE, END_PLACE = -1, -2, -3, -4
 
 
-def embed_tokens(tokens: jax.Array, params: Params, arith: Arithmetic) -> jax.Array:
+def embed_tokens(tokens: jax.Array, params: Params, policy: PrecisionPolicy) -> jax.Array:
     """Embedding rows; an id outside the vocabulary gives zeros. int32 [batch, time] -> [batch, time, hidden]."""
     known = (tokens >= 0) & (tokens < params.embed.shape[0])
     rows = jnp.take(params.embed, jnp.where(known, tokens, 0), axis=0)
-    return jnp.where(known[..., None], rows, 0).astype(arith.dtype)
+    return jnp.where(known[..., None], rows, 0).astype(policy.dtype)
 
 
 def places_of(roles: jax.Array) -> jax.Array:
@@ -35,7 +35,7 @@ def places_of(roles: jax.Array) -> jax.Array:
 
 
 def merge_images(
-    embedded: jax.Array, places: jax.Array, features: jax.Array | None, vision: Vision, arith: Arithmetic
+    embedded: jax.Array, places: jax.Array, features: jax.Array | None, vision: Vision, policy: PrecisionPolicy
 ) -> jax.Array:
     """Embedding rows [batch, time, hidden] with those of images replaced.
 
@@ -50,8 +50,8 @@ def merge_images(
         (END_PLACE, vision.image_end),
     )
     for place, vector in vectors:
-        embedded = jnp.where((places == place)[..., None], vector.astype(arith.dtype), embedded)
+        embedded = jnp.where((places == place)[..., None], vector.astype(policy.dtype), embedded)
     if features is None or features.shape[0] == 0:
         return embedded
-    rows = jnp.take(features, jnp.clip(places, 0, features.shape[0] - 1), axis=0).astype(arith.dtype)
+    rows = jnp.take(features, jnp.clip(places, 0, features.shape[0] - 1), axis=0).astype(policy.dtype)
     return jnp.where((places >= 0)[..., None], rows, embedded)

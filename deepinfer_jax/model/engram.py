@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
 from deepinfer_jax.kernels.rowwise import rowwise
-from deepinfer_jax.params import Engram
+from deepinfer_jax.weights.params import Engram
 
 _GATE_FLOOR = 1e-6
 
@@ -28,7 +28,7 @@ def engram(
     params: Engram,
     image_mask: jax.Array | None,
     text: TextConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
 ) -> jax.Array:
     """Adds the gated memory to every stream; image tokens keep their streams.
 
@@ -38,11 +38,11 @@ def engram(
         image_mask: bool [batch, time], or None.
     """
     table = jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), params.embed)
-    memory = dequantize(table, arith.dtype).astype(arith.dtype).reshape(*streams.shape[:2], -1)
+    memory = dequantize(table, policy.dtype).astype(policy.dtype).reshape(*streams.shape[:2], -1)
 
     def add(streams: jax.Array, memory: jax.Array, image_mask: jax.Array | None) -> jax.Array:
         batch, time, count, hidden = streams.shape
-        projected = linear(memory, params.wkv, quantize_input=arith.quantize_activations).astype(jnp.float32)
+        projected = linear(memory, params.wkv, quantize_input=policy.quantize_activations).astype(jnp.float32)
         key = projected[..., : count * hidden].reshape(batch, time, count, hidden)
         value = projected[..., None, count * hidden :]
         h = streams.astype(jnp.float32)
@@ -56,6 +56,6 @@ def engram(
         gate = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), _GATE_FLOOR)), d))
         if image_mask is not None:
             gate = jnp.where(image_mask[..., None], 0, gate)
-        return arith.round(h + gate[..., None] * value)
+        return policy.round(h + gate[..., None] * value)
 
     return rowwise(add, streams, memory, image_mask)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.tokenization.engram_hash import engram_multipliers, engram_offsets, engram_primes
 
 _MASK16 = np.uint32(0xFFFF)

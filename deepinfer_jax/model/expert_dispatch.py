@@ -6,8 +6,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from deepinfer_jax.kernels.experts import ascending, expert_outputs, ordered_sum
-from deepinfer_jax.params import Experts, Weight
-from deepinfer_jax.sharding import EXPERT, row_axis
+from deepinfer_jax.weights.params import Experts, Weight
+from deepinfer_jax.weights.sharding import EXPERT, row_axis
 
 
 def dispatched_experts(

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.arithmetic import Arithmetic, arithmetic
-from deepinfer_jax.cache import Cache, CacheView, View, init_cache
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.cache.dense import Cache, CacheView, View, init_cache
+from deepinfer_jax.config.layer_plan import LayerPlan, layer_plans
+from deepinfer_jax.config.model_config import ModelConfig
+from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.layer_plan import LayerPlan, layer_plans
-from deepinfer_jax.model.attention import Step, attention
+from deepinfer_jax.model.attention import ForwardContext, attention
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.bounded_replay import KeptRows, first_consumer, run_consumers
 from deepinfer_jax.model.checks import check_inputs
@@ -27,8 +27,8 @@ from deepinfer_jax.model.engram_hash import engram_rows
 from deepinfer_jax.model.hyper_connections import collapse
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Edit, Probe, resolve_captures, resolve_edits
-from deepinfer_jax.params import Params
-from deepinfer_jax.sharding import shard_rows
+from deepinfer_jax.weights.params import Params
+from deepinfer_jax.weights.sharding import shard_rows
 
 IntArray = jax.Array | npt.NDArray[Any]
 
@@ -145,13 +145,13 @@ def _forward(
     kernels: KernelChoice,
 ) -> ForwardOutput:
     batch, time = tokens.shape
-    arith = arithmetic(config, precision)
+    policy = precision_policy(config, precision)
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
     before = init_cache(config, batch, time, precision=precision) if cache is None else cache
-    view = CacheView(before, lengths, time, config, arith, in_order=kernels.batch_invariant)
+    view = CacheView(before, lengths, time, config, policy, in_order=kernels.batch_invariant)
     probe = Probe(captures, edits)
     places = None if token_types is None else places_of(jnp.where(view.positions >= 0, token_types, -1))
-    hidden = hidden_states(params, tokens, view, config, arith, probe, kernels, places=places, features=image_embeds)
+    hidden = hidden_states(params, tokens, view, config, policy, probe, kernels, places=places, features=image_embeds)
     overflow = (view.start + lengths > before.max_length)[:, None, None]
     hidden = jnp.where(overflow, jnp.nan, hidden)
     logits = compute_logits(params, hidden, kernels) if return_logits else None
@@ -163,7 +163,7 @@ def hidden_states(
     tokens: jax.Array,
     view: View,
     config: ModelConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
     probe: Probe,
     kernels: KernelChoice,
     *,
@@ -186,22 +186,24 @@ def hidden_states(
     with batch_invariant(kernels.batch_invariant):
         text = config.text
         image_mask = None if places is None else places != TEXT_PLACE
-        embedded = embed_tokens(tokens, params, arith)
+        embedded = embed_tokens(tokens, params, policy)
         if places is not None and params.vision is not None:
-            embedded = merge_images(embedded, places, features, params.vision, arith)
+            embedded = merge_images(embedded, places, features, params.vision, policy)
         streams, pre = initial_streams(shard_rows(probe("embed", embedded), params.mesh), text)
         rows = None
         if params.token_map is not None:
             history = view.extend_ngrams(compressed_ids(tokens, params.token_map, image_mask))
             rows = engram_rows(history, params.token_map[text.engram_pad_token_id], text)
 
-        step = Step.start(text, arith, view, probe, kernels)
+        step = ForwardContext.start(text, policy, view, probe, kernels)
         run = functools.partial(_run_layers, engram_rows=rows, params=params)
         plans, first = layer_plans(text), first_consumer(text)
         if kept is None or first is None:
             return _final_norm(*run(plans, streams, pre, image_mask, step), params, step)
 
-        def run_last(streams: jax.Array, pre: jax.Array, image_mask: jax.Array | None, step: Step) -> jax.Array:
+        def run_last(
+            streams: jax.Array, pre: jax.Array, image_mask: jax.Array | None, step: ForwardContext
+        ) -> jax.Array:
             return _final_norm(*run(plans[first:], streams, pre, image_mask, step), params, step)
 
         streams, pre = run(plans[:first], streams, pre, image_mask, step)
@@ -213,20 +215,20 @@ def _run_layers(
     streams: jax.Array,
     pre: jax.Array,
     image_mask: jax.Array | None,
-    step: Step,
+    step: ForwardContext,
     *,
     engram_rows: jax.Array | None,
     params: Params,
 ) -> tuple[jax.Array, jax.Array]:
     """Streams and pre after some of the layers; the drafts' context is stored if their target layers are among them."""
-    text, arith, probe = step.text, step.arith, step.probe
+    text, policy, probe = step.text, step.policy, step.probe
     taps: dict[int, jax.Array] = {}
     for plan in plans:
         name, layer = f"layers.{plan.index}", params.layers[plan.index]
         with jax.named_scope(name):
             if plan.engram is not None and layer.engram is not None and engram_rows is not None:
                 layer_rows = probe(f"{name}.engram.rows", engram_rows[:, :, plan.engram])
-                streams = engram(streams, layer_rows, layer.engram, image_mask, text, arith)
+                streams = engram(streams, layer_rows, layer.engram, image_mask, text, policy)
                 streams = probe(f"{name}.engram.streams", streams)
             if plan.tap:
                 taps[plan.index] = rowwise(tap, streams)
@@ -240,7 +242,7 @@ def _run_layers(
                 image_mask=image_mask,
                 valid=step.view.positions >= 0,
                 text=text,
-                arith=arith,
+                policy=policy,
                 probe=probe,
                 mesh=params.mesh,
             )
@@ -250,7 +252,7 @@ def _run_layers(
     return streams, pre
 
 
-def _final_norm(streams: jax.Array, pre: jax.Array, params: Params, step: Step) -> jax.Array:
+def _final_norm(streams: jax.Array, pre: jax.Array, params: Params, step: ForwardContext) -> jax.Array:
     """What the head reads, [batch, time, hidden]."""
 
     def normed(streams: jax.Array, pre: jax.Array) -> jax.Array:

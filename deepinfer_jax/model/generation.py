@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.cache import Cache, init_cache
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.cache.dense import Cache, init_cache
+from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.model.forward import forward
-from deepinfer_jax.params import Params
 from deepinfer_jax.sampling import SampleFn, SamplerState, sample_fn
+from deepinfer_jax.weights.params import Params
 
 
 def generate_tokens(

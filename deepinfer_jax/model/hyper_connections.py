@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.rounding import round_to
-from deepinfer_jax.params import HyperConnection
+from deepinfer_jax.weights.params import HyperConnection
 
 
 @struct.dataclass

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.cache import IndexKeys
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.cache.dense import IndexKeys
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.dot import dot
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rowwise import TILE_ROWS, is_batch_invariant, isolated, rowwise
 from deepinfer_jax.kernels.tiling import map_time, pad_time
 from deepinfer_jax.model.rope import Rotation, rotate
-from deepinfer_jax.params import Indexer
+from deepinfer_jax.weights.params import Indexer
 
 PRODUCT_BYTES = 1 << 23
 """Of the fp32 products of one tile of query rows and keys."""
@@ -26,7 +26,7 @@ _TILE_KEYS = 64  # per tile under batch invariance
 
 
 def index_query(
-    query_latent: jax.Array, x: jax.Array, params: Indexer, by: Rotation, text: TextConfig, arith: Arithmetic
+    query_latent: jax.Array, x: jax.Array, params: Indexer, rope: Rotation, text: TextConfig, policy: PrecisionPolicy
 ) -> tuple[jax.Array, jax.Array]:
     """Queries q_n, quantised as the cache quantises keys, and head weights w_n.
 
@@ -39,18 +39,18 @@ def index_query(
     """
     heads, dim = text.index_n_heads, text.index_head_dim
 
-    def project(query_latent: jax.Array, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
-        query = linear(query_latent, params.wq_b, quantize_input=arith.quantize_activations)
-        query = rotate(query.reshape(*x.shape[:2], heads, dim), by.heads())
-        if arith.quantize_cache:
+    def project(query_latent: jax.Array, x: jax.Array, rope: Rotation) -> tuple[jax.Array, jax.Array]:
+        query = linear(query_latent, params.wq_b, quantize_input=policy.quantize_activations)
+        query = rotate(query.reshape(*x.shape[:2], heads, dim), rope.heads())
+        if policy.quantize_cache:
             query = fake_quant_fp4_index(query)
-        return query, arith.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
+        return query, policy.round(linear(x, params.weights_proj).astype(jnp.float32) * (dim**-0.5 * heads**-0.5))
 
-    return rowwise(project, query_latent, x, by)
+    return rowwise(project, query_latent, x, rope)
 
 
 def index_scores(
-    query: jax.Array, weights: jax.Array, index_keys: IndexKeys, visible: jax.Array, arith: Arithmetic
+    query: jax.Array, weights: jax.Array, index_keys: IndexKeys, visible: jax.Array, policy: PrecisionPolicy
 ) -> jax.Array:
     """score(p, j) = Σ_n relu(q_n·I_j)·w_n, −∞ where j is not visible to p.
 
@@ -72,9 +72,9 @@ def index_scores(
         """[batch, time, keys] of query [batch, time, heads, dim], keys [batch, keys, dim], in any sizes."""
         batch, time, heads, dim = query.shape
         products = dot(query.reshape(batch, time * heads, dim), keys, (((2,), (2,)), ((0,), (0,))))
-        products = arith.round(products).reshape(batch, time, heads, -1)
-        terms = arith.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
-        return arith.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
+        products = policy.round(products).reshape(batch, time, heads, -1)
+        terms = policy.round(jax.nn.relu(products).astype(jnp.float32) * weights[..., None].astype(jnp.float32))
+        return policy.round(jnp.sum(terms, axis=2, dtype=jnp.float32))
 
     def scores_of(keys: jax.Array) -> jax.Array:
         """[batch, time, keys] of keys [batch, keys, index_dim]."""

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from deepinfer_jax.arithmetic import Arithmetic
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
+from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.experts import routed_experts, swiglu
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.expert_dispatch import dispatched_experts
-from deepinfer_jax.params import Experts, MoE
-from deepinfer_jax.sharding import EXPERT
+from deepinfer_jax.weights.params import Experts, MoE
+from deepinfer_jax.weights.sharding import EXPERT
 
 _RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
 _DEEP = -80.0  # below it log1p(e^g) is e^g in float32, and e^g is close to the smallest normal number
@@ -76,14 +76,14 @@ def shared_expert(x: jax.Array, params: Experts, limit: float, quantize: bool) -
     return linear(hidden, params.w2, quantize_input=quantize)
 
 
-def mixture(
+def moe(
     x: jax.Array,
     params: MoE,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
     valid: jax.Array,
     text: TextConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
     mesh: Mesh | None,
 ) -> jax.Array:
     """y = bf16( Σ experts + shared ), fp32 sum in ascending expert id, shared last.
@@ -100,7 +100,7 @@ def mixture(
         expert_weights.reshape(batch * time, -1),
     )
     rows, experts = x.reshape(batch * time, hidden), params.experts
-    limit, quantize = text.swiglu_limit, arith.quantize_activations
+    limit, quantize = text.swiglu_limit, policy.quantize_activations
     if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
         routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
     else:
@@ -108,6 +108,6 @@ def mixture(
         routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
 
     def add_shared(x: jax.Array, routed: jax.Array) -> jax.Array:
-        return arith.round(routed + shared_expert(x, params.shared_experts, limit, quantize).astype(jnp.float32))
+        return policy.round(routed + shared_expert(x, params.shared_experts, limit, quantize).astype(jnp.float32))
 
     return rowwise(add_shared, x, routed.reshape(batch, time, hidden))

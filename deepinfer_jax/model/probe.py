@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.layer_plan import layer_plans
+from deepinfer_jax.config.layer_plan import layer_plans
+from deepinfer_jax.config.model_config import ModelConfig
 
 Edit = Callable[[jax.Array], jax.Array]
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.config import TextConfig
+from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.rowwise import rowwise
 
@@ -67,13 +67,13 @@ def rotation(text: TextConfig, positions: jax.Array, compressed: bool) -> Rotati
     return rowwise(of_rows, positions, lead=positions.ndim)
 
 
-def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x: jax.Array, rope: Rotation) -> jax.Array:
     """Rotates adjacent pairs of the last channels of x (T11), fp32 inside, rounded to its dtype.
 
     x: [..., dim], by: [..., rope_dim / 2] with leading axes that broadcast against those of x.
     """
-    width = 2 * by.cos.shape[-1]
+    width = 2 * rope.cos.shape[-1]
     still, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)
     even, odd = turned[..., 0::2], turned[..., 1::2]
-    pairs = jnp.stack([even * by.cos - odd * by.sin, even * by.sin + odd * by.cos], axis=-1)
+    pairs = jnp.stack([even * rope.cos - odd * rope.sin, even * rope.sin + odd * rope.cos], axis=-1)
     return jnp.concatenate([still, round_to(pairs.reshape(turned.shape), x.dtype)], axis=-1)

@@ -1,4 +1,4 @@
-"""Vision tower and aligner: the patches of one picture to its rows among the embeddings (model.md §10.2, §10.3).
+"""Vision tower and aligner: the patches of one image to its rows among the embeddings (model.md §10.2, §10.3).
 
 Everything is bf16 in the low precisions, whatever the checkpoint's format, and float32 in the others.
 """
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.arithmetic import Arithmetic, arithmetic
-from deepinfer_jax.config import ModelConfig, VisionConfig
+from deepinfer_jax.config.model_config import ModelConfig, VisionConfig
+from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.dot import dot, matmul
 from deepinfer_jax.model.checks import check_patches
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import Rotation
-from deepinfer_jax.params import Params, Vision, VisionBlock
+from deepinfer_jax.weights.params import Params, Vision, VisionBlock
 
 SCORE_BYTES = 128 << 20
 """Attention scores, float32, that exist at once: of 16 heads and 9,189 patches, 228 queries."""
@@ -33,7 +33,7 @@ def encode_image(
     *,
     precision: str = "reference",
 ) -> tuple[jax.Array, jax.Array]:
-    """What the model sees of one picture. Pure, jittable, differentiable; `forward` takes the second result.
+    """What the model sees of one image. Pure, jittable, differentiable; `forward` takes the second result.
 
     Args:
         params: from `load_params` or `init_params`, in the same precision.
@@ -68,9 +68,9 @@ def _encode_image(
     precision: str,
     num_features: int,
 ) -> tuple[jax.Array, jax.Array]:
-    arith = arithmetic(config, precision)
-    vit = vision_tower(vision, patches, vit_height, vit_width, config.vision, arith)
-    return vit, align(vision, vit, vit_height, vit_width, num_features, config.vision, arith)
+    policy = precision_policy(config, precision)
+    vit = vision_tower(vision, patches, vit_height, vit_width, config.vision, policy)
+    return vit, align(vision, vit, vit_height, vit_width, num_features, config.vision, policy)
 
 
 def feature_count(vit_height: int, vit_width: int, settings: VisionConfig) -> int:
@@ -84,24 +84,24 @@ def vision_tower(
     vit_height: jax.Array,
     vit_width: jax.Array,
     settings: VisionConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
 ) -> jax.Array:
-    """The ViT of one picture, of any grid that the patches hold.
+    """The ViT of one image, of any grid that the patches hold.
 
     Args:
         patches: [n, 3 · patch²]; the first vit_height · vit_width count, in row-major order. The rest must be finite.
         vit_height, vit_width: int32 [].
 
     Returns:
-        [n, vit hidden], normed; what stands behind the picture means nothing.
+        [n, vit hidden], normed; what stands behind the image means nothing.
     """
     index = jnp.arange(patches.shape[0], dtype=jnp.int32)
     rotation = _grid_rotation(index // vit_width, index % vit_width, settings)
     valid = index < vit_height * vit_width
-    x = _linear(arith.round(patches), vision.patch_proj, vision.patch_bias, arith)
+    x = _linear(policy.round(patches), vision.patch_proj, vision.patch_bias, policy)
     for number, block in enumerate(vision.blocks):
         with jax.named_scope(f"vision.blocks.{number}"):
-            x = _block(x, block, rotation, valid, settings, arith)
+            x = _block(x, block, rotation, valid, settings, policy)
     return rms_norm(x, vision.norm, _EPS)
 
 
@@ -112,14 +112,14 @@ def align(
     vit_width: jax.Array,
     num_features: int,
     settings: VisionConfig,
-    arith: Arithmetic,
+    policy: PrecisionPolicy,
 ) -> jax.Array:
     """The aligner: each square of patches becomes one row, in reading order; the last squares are filled with zeros.
 
     Args:
         vit: [n, vit hidden], of which the first vit_height · vit_width count.
         vit_height, vit_width: int32 [].
-        num_features: rows to make, at least as many as the picture has; the rest mean nothing.
+        num_features: rows to make, at least as many as the image has; the rest mean nothing.
 
     Returns:
         [num_features, hidden].
@@ -132,9 +132,9 @@ def align(
     inside = (row < vit_height) & (column < vit_width)
     squares = jnp.take(vit, jnp.where(inside, row * vit_width + column, 0), axis=0)
     squares = jnp.where(inside[..., None], squares, 0).swapaxes(1, 2)  # channel-major
-    inner = _linear(squares.reshape(num_features, -1), vision.aligner_w1, vision.aligner_b1, arith)
-    bent = arith.round(jax.nn.gelu(inner.astype(jnp.float32), approximate=False))
-    return _linear(bent, vision.aligner_w2, vision.aligner_b2, arith)
+    inner = _linear(squares.reshape(num_features, -1), vision.aligner_w1, vision.aligner_b1, policy)
+    bent = policy.round(jax.nn.gelu(inner.astype(jnp.float32), approximate=False))
+    return _linear(bent, vision.aligner_w2, vision.aligner_b2, policy)
 
 
 def _grid_rotation(rows: jax.Array, columns: jax.Array, settings: VisionConfig) -> Rotation:
@@ -148,44 +148,54 @@ def _grid_rotation(rows: jax.Array, columns: jax.Array, settings: VisionConfig) 
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def _rotate_half(x: jax.Array, by: Rotation, arith: Arithmetic) -> jax.Array:
+def _rotate_half(x: jax.Array, rope: Rotation, policy: PrecisionPolicy) -> jax.Array:
     """Rotates channel i with channel i + head / 2 (T11). [n, heads, head] -> the same."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1)
-    return arith.round(turned)
+    turned = jnp.concatenate([first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin], axis=-1)
+    return policy.round(turned)
 
 
 def _block(
-    x: jax.Array, block: VisionBlock, rotation: Rotation, valid: jax.Array, settings: VisionConfig, arith: Arithmetic
+    x: jax.Array,
+    block: VisionBlock,
+    rotation: Rotation,
+    valid: jax.Array,
+    settings: VisionConfig,
+    policy: PrecisionPolicy,
 ) -> jax.Array:
-    attended = _attention(rms_norm(x, block.norm1, _EPS), block, rotation, valid, settings, arith)
-    x = _add(x, _linear(attended, block.wo, block.wo_bias, arith), arith)
-    inner = _linear(rms_norm(x, block.norm2, _EPS), block.w1, None, arith)
+    attended = _attention(rms_norm(x, block.norm1, _EPS), block, rotation, valid, settings, policy)
+    x = _add(x, _linear(attended, block.wo, block.wo_bias, policy), policy)
+    inner = _linear(rms_norm(x, block.norm2, _EPS), block.w1, None, policy)
     gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
     # Unlike in the experts, silu is rounded before the product.
-    product = arith.round(arith.round(jax.nn.silu(gate)).astype(jnp.float32) * up)
-    return _add(x, _linear(product, block.w2, None, arith), arith)
+    product = policy.round(policy.round(jax.nn.silu(gate)).astype(jnp.float32) * up)
+    return _add(x, _linear(product, block.w2, None, policy), policy)
 
 
 def _attention(
-    x: jax.Array, block: VisionBlock, rotation: Rotation, valid: jax.Array, settings: VisionConfig, arith: Arithmetic
+    x: jax.Array,
+    block: VisionBlock,
+    rotation: Rotation,
+    valid: jax.Array,
+    settings: VisionConfig,
+    policy: PrecisionPolicy,
 ) -> jax.Array:
-    """Every patch sees all patches of the picture. [n, vit hidden] -> the same, before the output projection.
+    """Every patch sees all patches of the image. [n, vit hidden] -> the same, before the output projection.
 
     Probabilities are not rounded: their products with values are float32 ones. Queries go in tiles, so that the scores
-    of large pictures need no [heads, n, n]; in a gradient each tile is computed again.
+    of large images need no [heads, n, n]; in a gradient each tile is computed again.
     """
     n, width = x.shape
     heads = settings.num_attention_heads
-    qkv = _linear(x, block.wqkv, block.wqkv_bias, arith).reshape(n, 3, heads, width // heads)
-    by = rotation.heads()
-    queries, keys, values = _rotate_half(qkv[:, 0], by, arith), _rotate_half(qkv[:, 1], by, arith), qkv[:, 2]
+    qkv = _linear(x, block.wqkv, block.wqkv_bias, policy).reshape(n, 3, heads, width // heads)
+    rope = rotation.heads()
+    queries, keys, values = _rotate_half(qkv[:, 0], rope, policy), _rotate_half(qkv[:, 1], rope, policy), qkv[:, 2]
 
     @jax.checkpoint
     def of_queries(queries: jax.Array) -> jax.Array:
         scores = dot(queries, keys, (((2,), (2,)), ((1,), (1,)))) * (width // heads) ** -0.5  # [heads, queries, n]
         probabilities = jax.nn.softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
-        return arith.round(dot(probabilities, values, (((2,), (0,)), ((0,), (1,)))).swapaxes(0, 1))
+        return policy.round(dot(probabilities, values, (((2,), (0,)), ((0,), (1,)))).swapaxes(0, 1))
 
     tiles = math.ceil(4 * heads * n * n / SCORE_BYTES)
     if tiles == 1:
@@ -195,11 +205,11 @@ def _attention(
     return lax.map(of_queries, padded.reshape(tiles, rows, *queries.shape[1:])).reshape(-1, width)[:n]
 
 
-def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, arith: Arithmetic) -> jax.Array:
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, policy: PrecisionPolicy) -> jax.Array:
     """x Wᵀ + bias, rounded once. [n, in] -> [n, out]."""
     wide = matmul(x, weight)
-    return arith.round(wide if bias is None else wide + bias.astype(jnp.float32))
+    return policy.round(wide if bias is None else wide + bias.astype(jnp.float32))
 
 
-def _add(x: jax.Array, y: jax.Array, arith: Arithmetic) -> jax.Array:
-    return arith.round(x.astype(jnp.float32) + y.astype(jnp.float32))
+def _add(x: jax.Array, y: jax.Array, policy: PrecisionPolicy) -> jax.Array:
+    return policy.round(x.astype(jnp.float32) + y.astype(jnp.float32))

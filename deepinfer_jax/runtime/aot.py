@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
-from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.checkpoint.init import init_params
-from deepinfer_jax.config import ModelConfig, parse_config
+from deepinfer_jax.config.model_config import ModelConfig, parse_config
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.aot import (
     GPUS,
     TRITON_CALL,
@@ -34,11 +35,10 @@ from deepinfer_jax.kernels.aot import (
     topology_of,
 )
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.step_program import Kind, step_program
-from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.runtime.vision_encoder import patch_buckets, vision_encode, vision_inputs
 from deepinfer_jax.scheduler import Bucket
-from deepinfer_jax.state import CacheShape
 
 # Primes, so that no other array has a pool's number of elements; sequences of 64 blocks of 128 tokens.
 SHAPE = CacheShape(data=1, slots=67, blocks=4099, tokens_per_block=128)
@@ -83,7 +83,7 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     """
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
-    model = TextModel(config, "reference", KernelChoice.for_devices(topology.devices))
+    model = PagedModel(config, "reference", KernelChoice.for_devices(topology.devices))
     shape, bucket = dataclasses.replace(SHAPE, rollback=config.text.draft_block), bucket_of(kind, config)
     feature_rows = FEATURE_ROWS if config.vision.num_hidden_layers else 0
     program, arguments = step_program(model, kind, shape, bucket, "gpu", feature_rows=feature_rows)
@@ -108,7 +108,7 @@ def compile_vision_for(gpu: Gpu, config_file: str) -> dict[str, float]:
     config = parse_config(json.loads(Path(config_file).read_text()))
     draw = functools.partial(init_params, config, precision="reference", platform="gpu")
     vision = jax.eval_shape(draw, jax.random.key(0)).vision
-    dtype = arithmetic(config, "reference").dtype
+    dtype = precision_policy(config, "reference").dtype
     features = jax.ShapeDtypeStruct((FEATURE_ROWS, config.text.hidden_size), dtype)
     inputs = vision_inputs(patch_buckets(config.vision)[-1], config.vision)
     program = functools.partial(vision_encode, config, "reference")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool
-from deepinfer_jax.runtime.text_model import StepBatch
+from deepinfer_jax.runtime.paged_model import StepBatch
 
 
 class PackedRows(NamedTuple):
@@ -63,7 +63,7 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(numbers: Array, packed: int) -> PackedRows:
-    """numbers: rows of each sequence, int32 [data, sequences]; of each data index at most `packed` in all."""
+    """numbers: rows of each sequence, int32 [data, sequences]; of each dp rank at most `packed` in all."""
     ends = jnp.cumsum(numbers, axis=1)
     place = jnp.arange(packed, dtype=jnp.int32)
     sequence = jnp.sum(ends[:, None] <= place[:, None], axis=2, dtype=jnp.int32)

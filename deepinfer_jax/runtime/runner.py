@@ -19,31 +19,31 @@ from jax import Array
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from deepinfer_jax.cache.pools import CacheShape, block_bytes, init_pools, slot_bytes
+from deepinfer_jax.runtime.abstract_tree import AbstractTree, abstract_tree
+from deepinfer_jax.runtime.paged_model import StepModel
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.spec import Spec, spec_of
-from deepinfer_jax.runtime.state_programs import (
+from deepinfer_jax.runtime.state_ops import (
     BLOCK_ROWS,
     MASK_ROWS,
     SLOT_ROWS,
     WRITES,
-    Move,
     PendingBytes,
     Places,
+    StateOp,
     mask_input_shapes,
-    move_input_shapes,
-    move_program,
     pack_restore,
     places,
+    state_op_input_shapes,
+    state_op_program,
     write_masks,
 )
 from deepinfer_jax.runtime.step_input import full_decode, pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind, host_input_shape, program_of
 from deepinfer_jax.runtime.steps import StepOutput, StepState
-from deepinfer_jax.runtime.text_model import StepModel
 from deepinfer_jax.sampling import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
-from deepinfer_jax.sharding import over_data
-from deepinfer_jax.state import CacheShape, block_bytes, init_pools, slot_bytes
+from deepinfer_jax.weights.sharding import over_data
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ def compile_step(
     shape: CacheShape,
     bucket: Bucket,
     options: SamplerOptions,
-    params: Spec,
-    state: Spec,
-    inputs: Spec,
+    params: AbstractTree,
+    state: AbstractTree,
+    inputs: AbstractTree,
 ) -> Any:
     """The compiled step program, which takes (params, state, *inputs) and donates the state.
 
@@ -71,23 +71,23 @@ def compile_step(
 
 
 @functools.lru_cache(maxsize=32)
-def compile_move(
+def compile_state_op(
     model: StepModel,
-    move: Move,
+    move: StateOp,
     shape: CacheShape,
     options: SamplerOptions,
-    params: Spec,
-    state: Spec,
-    inputs: Spec,
+    params: AbstractTree,
+    state: AbstractTree,
+    inputs: AbstractTree,
 ) -> Any:
     """The compiled program of a move, which takes (params, state, *inputs); shared like those of `compile_step`."""
     logger.info("compiling the %s program", move)
-    program = jax.jit(move_program(model, move, shape, options), donate_argnums=1 if move in WRITES else ())
+    program = jax.jit(state_op_program(model, move, shape, options), donate_argnums=1 if move in WRITES else ())
     return program.lower(params.tree(), state.tree(), *inputs.tree()).compile()
 
 
 @functools.lru_cache(maxsize=32)
-def compile_write_masks(masks: Spec, rows: Spec) -> Any:
+def compile_write_masks(masks: AbstractTree, rows: AbstractTree) -> Any:
     """The compiled `write_masks`; shared like those of `compile_step`."""
     return jax.jit(write_masks, donate_argnums=0).lower(masks.tree(), *rows.tree()).compile()
 
@@ -220,8 +220,8 @@ class Runner:
         self._placement = over_data(mesh)
         self._kinds = kinds
         self._options = options
-        self._features = None if features is None else spec_of(features)
-        wanted: dict[Move, bool] = {
+        self._features = None if features is None else abstract_tree(features)
+        wanted: dict[StateOp, bool] = {
             "read_slots": moves_slots,
             "restore": moves_slots,
             "read_blocks": moves_blocks,
@@ -232,7 +232,7 @@ class Runner:
         }
         self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
-        self._moves: dict[Move, Any] = {}
+        self._moves: dict[StateOp, Any] = {}
         self._write_masks: Any = None  # compiled
         self._state: StepState | None = None
         self.reset()
@@ -247,7 +247,7 @@ class Runner:
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
         buckets = {"decode": self._buckets.decode, "prefill": self._buckets.prefill}
         steps: list[tuple[Kind, Bucket]] = [(kind, bucket) for kind in self._kinds for bucket in buckets[kind]]
-        params, state = spec_of(self._params), spec_of(self._state)
+        params, state = abstract_tree(self._params), abstract_tree(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
             features = self._features.leaves if self._features is not None and kind == "prefill" else ()
@@ -255,20 +255,20 @@ class Runner:
                 host_input_shape(kind, self._shape, bucket, images=bool(features)), np.int32, sharding=self._placement
             )
             taken = (host_input, *features)
-            inputs = Spec(jax.tree.structure(taken), taken)
+            inputs = AbstractTree(jax.tree.structure(taken), taken)
             return compile_step(self._model, kind, self._shape, bucket, self._options, params, state, inputs)
 
-        def compiled_move(move: Move) -> Any:
-            inputs = move_input_shapes(self._model, move, self._shape, self._table_width)
+        def compiled_move(move: StateOp) -> Any:
+            inputs = state_op_input_shapes(self._model, move, self._shape, self._table_width)
             placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in inputs)
-            host_inputs = Spec(jax.tree.structure(inputs), tuple(placed))
-            return compile_move(self._model, move, self._shape, self._options, params, state, host_inputs)
+            host_inputs = AbstractTree(jax.tree.structure(inputs), tuple(placed))
+            return compile_state_op(self._model, move, self._shape, self._options, params, state, host_inputs)
 
         assert self._state is not None
-        masks = spec_of(self._state.table.adjustments.masks)
+        masks = abstract_tree(self._state.table.adjustments.masks)
         shapes = mask_input_shapes(masks.leaves[0])
         rows = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in shapes)
-        self._write_masks = compile_write_masks(masks, Spec(jax.tree.structure(shapes), tuple(rows)))
+        self._write_masks = compile_write_masks(masks, AbstractTree(jax.tree.structure(shapes), tuple(rows)))
 
         # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
         with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
@@ -347,20 +347,20 @@ class Runner:
         return self._launch("decode", step, packed, wants_top, False)
 
     def read_slots(
-        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+        self, dp_rank: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
     ) -> PendingBytes:
         """Launches the reading of n sequences' state as the last launched step leaves it; result [n, slot_bytes].
 
-        data_index, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.rollback` fewer than the
+        dp_rank, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.rollback` fewer than the
         last launched step may have computed. int32 [n].
         """
-        where = places(data_index, SLOT_ROWS)
+        where = places(dp_rank, SLOT_ROWS)
         numbers = np.stack([slots, lengths], axis=1)
         return self._read("read_slots", where, numbers, SLOT_ROWS, self._shape.slots, self.slot_bytes)
 
     def restore(
         self,
-        data_index: npt.NDArray[np.int32],
+        dp_rank: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         lengths: npt.NDArray[np.int32],
         last_tokens: npt.NDArray[np.int32],
@@ -373,48 +373,48 @@ class Runner:
         A prefill step that starts at the length may follow, or, of a prompt that is computed, a decode step.
 
         Args:
-            data_index, slots: int32 [n], where.
+            dp_rank, slots: int32 [n], where.
             lengths: tokens whose state it is. int32 [n].
             last_tokens: the token at position length, where it is known; a decode step takes it. int32 [n].
             block_tables: n of them, of at most table_width blocks.
             sampling: the columns of `step_input.RESTORE_COLUMNS` that are not named here, [n]; others are passed over.
             states: what `read_slots` gave for sequences of these lengths. uint8 [n, slot_bytes].
         """
-        where, shape = places(data_index, SLOT_ROWS), self._shape
+        where, shape = places(dp_rank, SLOT_ROWS), self._shape
         rows = pack_restore(where, shape, slots, lengths, last_tokens, block_tables, self._table_width, sampling)
         for inputs in zip(rows, where.spread(states, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("restore", *inputs)
 
     def write_adjustments(
         self,
-        data_index: npt.NDArray[np.int32],
+        dp_rank: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         edits: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
     ) -> None:
         """Launches the writing of what changes the logits of n sequences that start.
 
-        data_index, slots: int32 [n]; edits: of `pack_edits`, int32 [n, 3 · MAX_EDITS]; counts: those of `Adjustments`
+        dp_rank, slots: int32 [n]; edits: of `pack_edits`, int32 [n, 3 · MAX_EDITS]; counts: those of `Adjustments`
         without the last token that the slot will know, int32 [n, vocab].
         """
-        where, shape = places(data_index, SLOT_ROWS), self._shape
+        where, shape = places(dp_rank, SLOT_ROWS), self._shape
         edit_rows = where.spread(np.hstack([slots[:, None], edits]), shape.data, SLOT_ROWS, shape.slots)
         for inputs in zip(edit_rows, where.spread(counts, shape.data, SLOT_ROWS, 0), strict=True):
             self._write("write_adjustments", *inputs)
 
-    def drafts(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def drafts(self, dp_rank: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """int32 [n, drafts]: what the next decode step verifies of n slots; waits for all that was launched."""
         assert self._state is not None and self._state.table.drafts is not None
-        return np.asarray(self._state.table.drafts.tokens)[data_index, slots]
+        return np.asarray(self._state.table.drafts.tokens)[dp_rank, slots]
 
     def write_masks(
-        self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32]
+        self, dp_rank: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32]
     ) -> None:
         """Launches the writing of the masks of n slots for the steps that follow.
 
-        data_index, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
+        dp_rank, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
         """
-        where, shape = places(data_index, MASK_ROWS), self._shape
+        where, shape = places(dp_rank, MASK_ROWS), self._shape
         numbers, rows = (
             where.spread(slots, shape.data, MASK_ROWS, shape.slots),
             where.spread(masks, shape.data, MASK_ROWS, 0),
@@ -428,29 +428,29 @@ class Runner:
             table=dataclasses.replace(state.table, adjustments=state.table.adjustments._replace(masks=written))
         )
 
-    def draft(self, data_index: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+    def draft(self, dp_rank: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
         """Launches the drafting behind the last tokens of n restored slots, for the decode step that follows.
 
-        data_index, slots: int32 [n].
+        dp_rank, slots: int32 [n].
         """
-        where, shape = places(data_index, SLOT_ROWS), self._shape
+        where, shape = places(dp_rank, SLOT_ROWS), self._shape
         for own in where.spread(slots, shape.data, SLOT_ROWS, shape.slots):
             self._write("draft", own)
 
-    def read_blocks(self, data_index: int, blocks: Sequence[int]) -> PendingBytes:
-        """Launches the reading of n blocks of one data index; result [n, block_bytes]."""
-        where, numbers = self._block_places(data_index, blocks)
+    def read_blocks(self, dp_rank: int, blocks: Sequence[int]) -> PendingBytes:
+        """Launches the reading of n blocks of one dp rank; result [n, block_bytes]."""
+        where, numbers = self._block_places(dp_rank, blocks)
         return self._read("read_blocks", where, numbers, BLOCK_ROWS, self._shape.blocks, self.block_bytes)
 
-    def write_blocks(self, data_index: int, blocks: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
-        """Launches the writing of n blocks of one data index; contents: of `read_blocks`, uint8 [n, block_bytes]."""
-        (where, numbers), shape = self._block_places(data_index, blocks), self._shape
+    def write_blocks(self, dp_rank: int, blocks: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Launches the writing of n blocks of one dp rank; contents: of `read_blocks`, uint8 [n, block_bytes]."""
+        (where, numbers), shape = self._block_places(dp_rank, blocks), self._shape
         rows = where.spread(numbers, shape.data, BLOCK_ROWS, shape.blocks)
         for inputs in zip(rows, where.spread(contents, shape.data, BLOCK_ROWS, 0), strict=True):
             self._write("write_blocks", *inputs)
 
     def poison(self, blocks: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]) -> None:
-        """Launches the overwriting of blocks and slots, a list of each for every data index (`state.poison`)."""
+        """Launches the overwriting of blocks and slots, a list of each for every dp rank (`cache.pools.poison`)."""
         shape = self._shape
         spread_blocks = _spread_lists(blocks, shape.data, BLOCK_ROWS, shape.blocks)
         spread_slots = _spread_lists(slots, shape.data, SLOT_ROWS, shape.slots)
@@ -491,14 +491,14 @@ class Runner:
         state, self._state = self._state, None  # donated: a step that fails leaves none
         inputs = (jax.device_put(packed, self._placement), *(() if features is None else (features,)))
         output, self._state = program(self._params, state, *inputs)
-        rows = step.data_index * step.bucket.rows + step.row
+        rows = step.dp_rank * step.bucket.rows + step.row
         return InFlight.start(output, rows, wants_top, wants_prompt_logprobs)
 
-    def _block_places(self, data_index: int, blocks: Sequence[int]) -> tuple[Places, npt.NDArray[np.int32]]:
-        return places(np.full(len(blocks), data_index, np.int32), BLOCK_ROWS), np.asarray(blocks, np.int32)
+    def _block_places(self, dp_rank: int, blocks: Sequence[int]) -> tuple[Places, npt.NDArray[np.int32]]:
+        return places(np.full(len(blocks), dp_rank, np.int32), BLOCK_ROWS), np.asarray(blocks, np.int32)
 
     def _read(
-        self, move: Move, where: Places, numbers: npt.NDArray[np.int32], rows: int, empty: int, width: int
+        self, move: StateOp, where: Places, numbers: npt.NDArray[np.int32], rows: int, empty: int, width: int
     ) -> PendingBytes:
         program = self._move(move)
         inputs = where.spread(numbers, self._shape.data, rows, empty)
@@ -507,12 +507,12 @@ class Runner:
             array.copy_to_host_async()
         return PendingBytes(arrays, where, width)
 
-    def _write(self, move: Move, *inputs: npt.NDArray[Any]) -> None:
+    def _write(self, move: StateOp, *inputs: npt.NDArray[Any]) -> None:
         program = self._move(move)
         state, self._state = self._state, None  # donated: a program that fails leaves none
         self._state = program(self._params, state, *(jax.device_put(own, self._placement) for own in inputs))
 
-    def _move(self, move: Move) -> Any:
+    def _move(self, move: StateOp) -> Any:
         program = self._moves.get(move)
         if program is None:
             raise RuntimeError(f"no {move} program was compiled; this runner has: {', '.join(self._moves) or 'none'}")
@@ -520,7 +520,7 @@ class Runner:
 
 
 def _spread_lists(lists: Sequence[Sequence[int]], data: int, rows: int, empty: int) -> list[npt.NDArray[np.int32]]:
-    """A list of numbers for each data index, `rows` of each to an array int32 [data, rows] filled up with `empty`."""
-    data_index = np.repeat(np.arange(len(lists), dtype=np.int32), [len(own) for own in lists])
+    """A list of numbers for each dp rank, `rows` of each to an array int32 [data, rows] filled up with `empty`."""
+    dp_rank = np.repeat(np.arange(len(lists), dtype=np.int32), [len(own) for own in lists])
     numbers = np.asarray([number for own in lists for number in own], np.int32)
-    return places(data_index, rows).spread(numbers, data, rows, empty)
+    return places(dp_rank, rows).spread(numbers, data, rows, empty)

@@ -8,13 +8,13 @@ from flax import struct
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.runtime.text_model import Drafted
+from deepinfer_jax.runtime.paged_model import Drafted
 from deepinfer_jax.sampling import DraftRows
 
 
 @struct.dataclass
 class SlotDrafts:
-    """`Drafted`, one row per slot of each data index.
+    """`Drafted`, one row per slot of each dp rank.
 
     Attributes:
         tokens: int32 [data, slots, drafts].

@@ -20,7 +20,7 @@ SAMPLING_COLUMNS = (*FLOAT_COLUMNS, *_FLAGS, "top_k", "seed_low", "seed_high")
 
 @struct.dataclass
 class SlotSampling:
-    """Sampling parameters, one row per slot of each data index; see `SamplingRows`.
+    """Sampling parameters, one row per slot of each dp rank; see `SamplingRows`.
 
     Attributes:
         temperature, top_p, min_p, presence, frequency, repetition: float32 [data, slots].
@@ -142,17 +142,17 @@ def sampling_rows(
 
     idle = slots >= num_slots
     holder = jnp.where(idle, -1, slots + num_slots * jnp.arange(data)[:, None])  # in the flat tables
-    holders = spread(holder)
+    residents = spread(holder)
     before = jnp.where(step <= step[:, None], uncounted[:, :, None], -1).reshape(data * rows * time, time)
     if masked is None:
-        mask = jnp.full_like(holders, -1)
+        mask = jnp.full_like(residents, -1)
     else:
         own = holder[..., None]
         has_mask = (masked[..., None] >> step & 1 > 0) & (own >= 0)
         mask = jnp.where(has_mask, own * tables.masks.shape[2] + step, -1).reshape(-1)
     return SamplingRows(
         temperature=of(kept.temperature),
-        greedy=of(kept.greedy) | (holders < 0),  # an idle row draws nothing
+        greedy=of(kept.greedy) | (residents < 0),  # an idle row draws nothing
         top_p=of(kept.top_p),
         top_k=of(kept.top_k),
         min_p=of(kept.min_p),
@@ -163,8 +163,8 @@ def sampling_rows(
         seed=of(kept.seed),
         position=(position[..., None] + step).reshape(-1),
         forced=forced.reshape(-1),
-        edits=jnp.where(of(kept.edited), holders, -1),
-        counts=jnp.where(of(kept.penalised), holders, -1),
+        edits=jnp.where(of(kept.edited), residents, -1),
+        counts=jnp.where(of(kept.penalised), residents, -1),
         mask=mask,
         uncounted=before,
     )

@@ -10,17 +10,17 @@ from flax import struct
 from jax import Array
 from jax.sharding import Mesh
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.pools import write_pool
 from deepinfer_jax.runtime.slot_drafts import SlotDrafts, init_slot_drafts
 from deepinfer_jax.runtime.slot_sampling import SlotSampling, init_adjustments, init_slot_sampling
 from deepinfer_jax.sampling import Adjustments
-from deepinfer_jax.sharding import over_data
-from deepinfer_jax.state import CacheShape
+from deepinfer_jax.weights.sharding import over_data
 
 
 @struct.dataclass
 class SlotTable:
-    """One row per slot of each data index; the slot of an idle row is out of range, so its writes are dropped.
+    """One row per slot of each dp rank; the slot of an idle row is out of range, so its writes are dropped.
 
     Attributes:
         lengths: tokens of the sequence that the cache holds. int32 [data, slots].

@@ -16,7 +16,7 @@ from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for,
 # (`StepBatch`) come last. Floats and unsigned words travel as their bits. next_token is the
 # prompt's token after the new ones: the target of the last new token's log-probability; kept_from is that of
 # `StepBatch`; bit j of masked says whether the slot's mask j is that of the j-th token that the row may give; budget is
-# that of `DecodeStep` on the row's data index.
+# that of `DecodeStep` on the row's dp rank.
 DECODE_COLUMNS = ("slot", "masked", "wants_top", "first_new_block", "budget")
 PREFILL_COLUMNS = (
     "slot",
@@ -65,7 +65,7 @@ def pack_decode(
         "masked": 0 if masked is None else masked,
         "wants_top": wants_top,
         "first_new_block": step.first_new_block,
-        "budget": 0 if step.budget is None else step.budget[step.data_index],
+        "budget": 0 if step.budget is None else step.budget[step.dp_rank],
     }
     return _pack(step, data, num_slots, DECODE_COLUMNS, columns, np.hstack([step.new_blocks, forced]))
 
@@ -115,7 +115,7 @@ def _pack(
     packed = np.zeros((data, step.bucket.rows, len(names) + rest.shape[1]), np.int32)
     packed[:, :, 0] = num_slots  # an idle row: a slot out of range, no tokens, no blocks
     packed[:, :, len(names) :] = -1
-    packed[step.data_index, step.row] = pack_rows(len(step.sequences), names, columns, rest)
+    packed[step.dp_rank, step.row] = pack_rows(len(step.sequences), names, columns, rest)
     return packed
 
 

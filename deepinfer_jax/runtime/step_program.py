@@ -7,15 +7,15 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.cache.pools import CacheShape, init_pools
 from deepinfer_jax.checkpoint.init import init_params
+from deepinfer_jax.config.precision import precision_policy
+from deepinfer_jax.runtime.paged_model import PagedModel, StepModel
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.step_input import decode_width, prefill_width
 from deepinfer_jax.runtime.steps import StepState, decode_step, prefill_step
-from deepinfer_jax.runtime.text_model import StepModel, TextModel
 from deepinfer_jax.sampling import NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler import Bucket
-from deepinfer_jax.state import CacheShape, init_pools
 
 Kind = Literal["prefill", "decode"]
 
@@ -39,7 +39,7 @@ def host_input_shape(kind: Kind, shape: CacheShape, bucket: Bucket, *, images: b
 
 
 def step_program(
-    model: TextModel, kind: Kind, shape: CacheShape, bucket: Bucket, platform: str, *, feature_rows: int = 0
+    model: PagedModel, kind: Kind, shape: CacheShape, bucket: Bucket, platform: str, *, feature_rows: int = 0
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step program and its abstract arguments (parameters, state, host input), of which it donates the second.
 
@@ -59,6 +59,6 @@ def step_program(
     host_input = jax.ShapeDtypeStruct(host_input_shape(kind, shape, bucket, images=images), np.int32)
     arguments: tuple[Any, ...] = (params, state, host_input)
     if images:
-        dtype = arithmetic(model.config, model.precision).dtype
+        dtype = precision_policy(model.config, model.precision).dtype
         arguments += (jax.ShapeDtypeStruct((feature_rows, model.config.text.hidden_size), dtype),)
     return program_of(model, kind, shape, bucket), arguments

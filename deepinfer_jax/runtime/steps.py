@@ -3,7 +3,7 @@
 A decode step computes the last token and the drafts of each sequence (in a packed program the most promising of all
 drafts), accepts drafts as far as they hold, samples one token more, and drafts the next block. What it computed of
 rejected drafts needs no undoing: it lies behind the new length, where nothing reads it before it is written again
-(`state.py`).
+(`cache/pools.py`).
 
 Each takes the state of the device (cache and slot table, both donated) and one packed array of the host, and gives
 small outputs and the next state. Nothing of a step depends on results that the host would have to read first.
@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.runtime.allocation import allocate, verification_rates
 from deepinfer_jax.runtime.packed_rows import pack_rows
+from deepinfer_jax.runtime.paged_model import Drafted, StepBatch, StepModel
 from deepinfer_jax.runtime.slot_drafts import draft_rows, with_drafts
 from deepinfer_jax.runtime.slot_sampling import count_tokens, flat_tables, sampling_rows, with_sampling
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
-from deepinfer_jax.runtime.text_model import Drafted, StepBatch, StepModel
 from deepinfer_jax.sampling import DraftRows, Sampled, SamplerOptions, SamplingRows, draw_draft, prompt_logprobs, sample
 from deepinfer_jax.scheduler import Bucket, blocks_for, blocks_per_decode
-from deepinfer_jax.state import CacheShape
 
 # Longest list of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
 MAX_TOP = 1000

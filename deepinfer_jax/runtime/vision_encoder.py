@@ -1,4 +1,4 @@
-"""Pictures to rows of image features on the device, by one compiled program for each size class of pictures."""
+"""Images to rows of image features on the device, by one compiled program for each size class of images."""
 
 import functools
 import logging
@@ -14,11 +14,11 @@ import numpy.typing as npt
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.config import ModelConfig, VisionConfig
+from deepinfer_jax.config.model_config import ModelConfig, VisionConfig
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model.vision import align, feature_count, vision_tower
-from deepinfer_jax.params import Vision
-from deepinfer_jax.runtime.spec import Spec, spec_of
+from deepinfer_jax.runtime.abstract_tree import AbstractTree, abstract_tree
+from deepinfer_jax.weights.params import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ _ROUNDED_TO = 64
 
 
 def most_features(settings: VisionConfig) -> int:
-    """Rows of the picture with most of them: of n rows and m columns, n·(m + 1) + 2 tokens."""
+    """Rows of the image with most of them: of n rows and m columns, n·(m + 1) + 2 tokens."""
     return settings.max_image_tokens - 3
 
 
 def patch_buckets(settings: VisionConfig) -> tuple[int, ...]:
-    """Patches of each size class, ascending, at most three; the last holds every picture that the token limit allows.
+    """Patches of each size class, ascending, at most three; the last holds every image that the token limit allows.
 
-    The first holds pictures scaled up to `min_pixels`, to which a tenth is added since sides are rounded up to patches;
+    The first holds images scaled up to `min_pixels`, to which a tenth is added since sides are rounded up to patches;
     one between them is their geometric mean. One that is more than half of the last is left out. Released: 1664, 3968,
     9216 patches.
     """
@@ -48,7 +48,7 @@ def patch_buckets(settings: VisionConfig) -> tuple[int, ...]:
 
 
 def bucket_features(patches: int, settings: VisionConfig) -> int:
-    """Rows that hold the features of every picture of so many patches, however thin."""
+    """Rows that hold the features of every image of so many patches, however thin."""
     return min(math.ceil(patches / settings.downsample_ratio), most_features(settings))
 
 
@@ -61,23 +61,23 @@ def vision_encode(
     grid: Array,
     rows: Array,
 ) -> Array:
-    """The program of a size class: `features` with those of one picture written into it.
+    """The program of a size class: `features` with those of one image written into it.
 
     Args:
         features: [num_rows, hidden], to be donated.
         patches: float32 [patches of the class, 3 · patch²]; see `vision_tower`.
         grid: rows and columns of patches, int32 [2].
-        rows: where each feature goes; outside 0 … num_rows − 1 those that the picture has not. int32 [features of the
+        rows: where each feature goes; outside 0 … num_rows − 1 those that the image has not. int32 [features of the
             class].
     """
-    arith = arithmetic(config, precision)
-    vit = vision_tower(vision, patches, grid[0], grid[1], config.vision, arith)
-    made = align(vision, vit, grid[0], grid[1], rows.shape[0], config.vision, arith)
+    policy = precision_policy(config, precision)
+    vit = vision_tower(vision, patches, grid[0], grid[1], config.vision, policy)
+    made = align(vision, vit, grid[0], grid[1], rows.shape[0], config.vision, policy)
     return features.at[rows].set(made, mode="drop")
 
 
 def vision_inputs(patches: int, settings: VisionConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the program of a size class takes of a picture: patches, grid and rows of `vision_encode`."""
+    """What the program of a size class takes of an image: patches, grid and rows of `vision_encode`."""
     return (
         jax.ShapeDtypeStruct((patches, 3 * settings.patch_size**2), np.float32),
         jax.ShapeDtypeStruct((2,), np.int32),
@@ -86,7 +86,9 @@ def vision_inputs(patches: int, settings: VisionConfig) -> tuple[jax.ShapeDtypeS
 
 
 @functools.lru_cache(maxsize=32)
-def compile_vision_encode(config: ModelConfig, precision: str, vision: Spec, features: Spec, inputs: Spec) -> Any:
+def compile_vision_encode(
+    config: ModelConfig, precision: str, vision: AbstractTree, features: AbstractTree, inputs: AbstractTree
+) -> Any:
     """The compiled `vision_encode`, which takes (vision, features, *inputs) and donates the features.
 
     Engines of one process share programs, as those of `runner.compile_step`.
@@ -98,14 +100,14 @@ def compile_vision_encode(config: ModelConfig, precision: str, vision: Spec, fea
 
 
 class VisionEncoder:
-    """Encodes pictures into one array of features, on every device of the mesh.
+    """Encodes images into one array of features, on every device of the mesh.
 
     Encoding happens on the device in the order of the calls, and of the steps launched between them: a row may be
     overwritten as soon as the last step that reads it is launched.
 
     Arguments:
         vision: vision tower, placed as the mesh asks.
-        num_rows: of the features; at least `most_features`, so that every picture fits.
+        num_rows: of the features; at least `most_features`, so that every image fits.
         mesh: what `vision` lies on.
 
     Attributes:
@@ -121,7 +123,7 @@ class VisionEncoder:
     ) -> None:
         if num_rows < most_features(config.vision):
             raise ValueError(
-                f"{num_rows} rows of image features do not hold one picture of vision_config.max_image_tokens = "
+                f"{num_rows} rows of image features do not hold one image of vision_config.max_image_tokens = "
                 f"{config.vision.max_image_tokens}, which may have {most_features(config.vision)}"
             )
         self.num_rows = num_rows
@@ -141,12 +143,12 @@ class VisionEncoder:
 
     def warm_up(self) -> None:
         """Compiles every program ahead of time; nothing is run."""
-        vision, features = spec_of(self._vision), spec_of(self.features)
+        vision, features = abstract_tree(self._vision), abstract_tree(self.features)
 
         def compiled(patches: int) -> Any:
             described = vision_inputs(patches, self._config.vision)
             inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement) for x in described)
-            return compile_vision_encode(self._config, self._precision, vision, features, spec_of(inputs))
+            return compile_vision_encode(self._config, self._precision, vision, features, abstract_tree(inputs))
 
         with ThreadPoolExecutor(min(len(self._buckets), os.cpu_count() or 1)) as pool:
             self._programs = dict(zip(self._buckets, pool.map(compiled, self._buckets), strict=True))
@@ -154,7 +156,7 @@ class VisionEncoder:
     def encode(
         self, patches: npt.NDArray[np.float32], vit_height: int, vit_width: int, rows: npt.NDArray[np.int32]
     ) -> None:
-        """Launches the encoding of a picture into some rows of the features.
+        """Launches the encoding of an image into some rows of the features.
 
         Args:
             patches: float32 [vit_height · vit_width, 3 · patch²], as `ProcessedImage.patches` makes them.
@@ -173,7 +175,7 @@ class VisionEncoder:
                 f"{list(wanted)}"
             )
         if rows.shape != (count := (feature_count(vit_height, vit_width, settings),)):
-            raise ValueError(f"rows has shape {list(rows.shape)}, but the picture has {count[0]} features")
+            raise ValueError(f"rows has shape {list(rows.shape)}, but the image has {count[0]} features")
         if rows.min() < 0 or rows.max() >= self.num_rows:
             raise ValueError(f"rows {rows.min()} … {rows.max()} are not all in 0 … {self.num_rows - 1}")
         bucket = self.bucket(len(patches))
@@ -195,7 +197,7 @@ class VisionEncoder:
 
     def reset(self) -> None:
         """Empties the features, after a call that failed too: it may have taken them with it."""
-        dtype = arithmetic(self._config, self._precision).dtype
+        dtype = precision_policy(self._config, self._precision).dtype
         self.features = jnp.zeros((self.num_rows, self._config.text.hidden_size), dtype, device=self._placement)
 
     def close(self) -> None:

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.checkpoint.host_formats import decode, encode
-from deepinfer_jax.layout import Format, ParamSpec
+from deepinfer_jax.weights.layout import Format, ParamSpec
 
 MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-def spec_of(kind: Format, rows: int, columns: int) -> ParamSpec:
+def abstract_tree(kind: Format, rows: int, columns: int) -> ParamSpec:
     return ParamSpec(("w.weight",), (rows, columns), kind, (None, None))
 
 
@@ -29,7 +29,7 @@ def element(spec: ParamSpec, weight: np.ndarray, scale: np.ndarray, n: int, k: i
     ("kind", "rows", "columns"), [("FP8", 300, 64), ("FP8", 70, 40), ("FP4", 300, 64), ("FP8_ROWS", 300, 64)]
 )
 def test_decoding_is_the_formula_at_every_code_and_scale(kind: Format, rows: int, columns: int) -> None:
-    spec = spec_of(kind, rows, columns)
+    spec = abstract_tree(kind, rows, columns)
     assert spec.scale_shape is not None
     rng = np.random.default_rng(0)
     codes = rng.permutation(np.resize(np.arange(256, dtype=np.uint8), int(np.prod(spec.stored_shape))))
@@ -46,7 +46,7 @@ def test_decoding_is_the_formula_at_every_code_and_scale(kind: Format, rows: int
 
 @pytest.mark.parametrize("kind", ["FP8", "FP4", "FP8_ROWS"])
 def test_encoding_is_exact_on_its_own_values_and_uses_the_smallest_scale(kind: Format) -> None:
-    spec = spec_of(kind, 300, 64)
+    spec = abstract_tree(kind, 300, 64)
     values = np.random.default_rng(1).standard_normal(spec.shape, np.float32)
     values[0] *= 2.0**-100
     values[32:64] = 0
@@ -79,8 +79,8 @@ def once_scale(spec: ParamSpec, scale: np.ndarray) -> np.ndarray:
 
 def test_unquantised_tensors_are_only_cast() -> None:
     values = np.random.default_rng(2).standard_normal((3, 5)).astype(np.float32)
-    bf16, scale = encode(spec_of("BF16", 3, 5), values)
+    bf16, scale = encode(abstract_tree("BF16", 3, 5), values)
     assert scale is None
     np.testing.assert_array_equal(bf16, values.astype(ml_dtypes.bfloat16))
-    np.testing.assert_array_equal(decode(spec_of("BF16", 3, 5), bf16, None), bf16.astype(np.float32))
-    np.testing.assert_array_equal(encode(spec_of("F32", 3, 5), values)[0], values)
+    np.testing.assert_array_equal(decode(abstract_tree("BF16", 3, 5), bf16, None), bf16.astype(np.float32))
+    np.testing.assert_array_equal(encode(abstract_tree("F32", 3, 5), values)[0], values)

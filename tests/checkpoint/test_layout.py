@@ -10,8 +10,8 @@ import pytest
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.checkpoint.safetensors import read_header
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import ModelConfig, load_config, parse_config
-from deepinfer_jax.layout import param_specs, released_tensors
+from deepinfer_jax.config.model_config import ModelConfig, load_config, parse_config
+from deepinfer_jax.weights.layout import param_specs, released_tensors
 
 TESTS = Path(__file__).parents[1]
 

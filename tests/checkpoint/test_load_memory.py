@@ -11,8 +11,8 @@ import pytest
 
 from deepinfer_jax.checkpoint.safetensors import DTYPES, write_safetensors
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import parse_config
-from deepinfer_jax.layout import TensorSpec, param_specs, released_tensors
+from deepinfer_jax.config.model_config import parse_config
+from deepinfer_jax.weights.layout import TensorSpec, param_specs, released_tensors
 
 SHARD_BYTES = 150_000_000
 
@@ -35,7 +35,7 @@ CHILD = """
 import json, resource, sys
 import jax
 from deepinfer_jax.checkpoint.hf import load_params
-from deepinfer_jax.config import load_config
+from deepinfer_jax.config.model_config import load_config
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -14,9 +14,9 @@ from jax.sharding import AxisType
 from deepinfer_jax.checkpoint import hf
 from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.leaves import leaf_form
-from deepinfer_jax.config import load_config
-from deepinfer_jax.layout import layout
-from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight
+from deepinfer_jax.config.model_config import load_config
+from deepinfer_jax.weights.layout import layout
+from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight
 
 folder = sys.argv[1]
 config = load_config(folder)

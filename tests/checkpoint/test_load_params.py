@@ -16,10 +16,10 @@ import pytest
 from deepinfer_jax.checkpoint import hf
 from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.checkpoint.safetensors import SafetensorsFile, write_safetensors
-from deepinfer_jax.config import PRECISIONS, load_config
+from deepinfer_jax.config.model_config import PRECISIONS, load_config
 from deepinfer_jax.kernels.quantized_linear import dequantize
-from deepinfer_jax.layout import TensorSpec, layout
-from deepinfer_jax.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
+from deepinfer_jax.weights.layout import TensorSpec, layout
+from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QUANTIZED = (Fp8Weight, Fp4Weight, Fp8Rows)

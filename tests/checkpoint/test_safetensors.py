@@ -19,7 +19,7 @@ from deepinfer_jax.checkpoint.safetensors import (
     read_header,
     write_safetensors,
 )
-from deepinfer_jax.layout import TensorSpec
+from deepinfer_jax.weights.layout import TensorSpec
 
 TENSORS = (
     TensorSpec("codes", "F8_E4M3", (3, 5)),  # 15 bytes: the tensors behind it are not aligned

@@ -16,10 +16,10 @@ from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.tiny import ZERO_EMBEDDING_ROW, make_tiny
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import load_config
-from deepinfer_jax.layout import released_tensors
+from deepinfer_jax.config.model_config import load_config
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.tokenization import CompressedVocabulary, get_hf_tokenizer
+from deepinfer_jax.weights.layout import released_tensors
 
 TESTS = Path(__file__).parents[1]
 

@@ -1,15 +1,15 @@
 from collections.abc import Iterator
 
 import pytest
-from toy import toy_parts
 
 from deepinfer_jax.engine.environ import env
+from tests.support.toy import toy_parts
 
 
 @pytest.fixture
 def toy_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine of the test runs the toy language model."""
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", toy_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", toy_parts)
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,20 @@ import asyncio
 import functools
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from async_toy import LONG, Gate, greedy, read, run_on, settle
-from toy import greedy_twin, make_table, tokens, toy_engine
 
 from deepinfer_jax import LLM, AsyncLLMEngine, EngineType
-from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
+from tests.support.children import ROOT
+from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
 
 TABLE = make_table()
 
@@ -209,17 +208,15 @@ def test_an_engine_that_is_dropped_ends_its_thread() -> None:
 def test_an_interpreter_ends_though_nobody_closed_the_engine() -> None:
     code = (
         "import asyncio\n"
-        "from toy import toy_engine\n"
+        "from tests.support.toy import toy_engine\n"
         "from deepinfer_jax import AsyncLLMEngine\n"
         "engine = AsyncLLMEngine.from_engine(toy_engine())\n"
         "params = {'temperature': 0, 'max_tokens': 30, 'ignore_eos': True}\n"
         "loop = asyncio.new_event_loop()\n"
         "print(loop.run_until_complete(anext(engine.generate([5, 6], params))).token_id)\n"
     )
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here}:{here.parent.parent}"}
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"{greedy_twin(TABLE, [5, 6], 1)[0]}\n"), done.stderr
 
 

@@ -5,10 +5,10 @@ import random
 from typing import Any
 
 import pytest
-from async_toy import LONG, Gate, greedy, read, run_on
-from toy import POISON, VOCAB, greedy_twin, make_table, random_prompt, tokens, toy_engine, use_toy
 
 from deepinfer_jax import LLM, AsyncLLMEngine, EngineArgs, RequestOutput, SamplingParams
+from tests.support.async_toy import LONG, Gate, greedy, read, run_on
+from tests.support.toy import POISON, VOCAB, greedy_twin, make_table, random_prompt, tokens, toy_engine, use_toy
 
 TABLE = make_table()
 # Those of `toy_engine`, so that nothing is compiled again.

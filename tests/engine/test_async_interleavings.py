@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
-from async_toy import Gate, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import greedy_twin, make_table, random_prompt, toy_engine
 
 from deepinfer_jax.engine.async_engine import AsyncLLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.async_toy import Gate, settle
+from tests.support.toy import greedy_twin, make_table, random_prompt, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

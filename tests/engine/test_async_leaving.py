@@ -6,10 +6,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from async_toy import LONG, Gate, greedy, read, run_on, settle
-from toy import greedy_twin, make_table, tokens, toy_engine
 
 from deepinfer_jax import AsyncLLMEngine
+from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
+from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
 
 TABLE = make_table()
 KEPT: list[asyncio.Task[None]] = []

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.calibration import HIGHEST, LOWEST, fit_temperatures, report
+from deepinfer_jax.engine.drafts.calibration import HIGHEST, LOWEST, fit_temperatures, report
 
 
 def blocks(temperatures: list[float], count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

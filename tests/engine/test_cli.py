@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from toy import greedy_twin, make_table, toy_parts
-from toy_images import expanded, image_parts, picture
 from typer.testing import CliRunner
 
 from deepinfer_jax import embedded
-from deepinfer_jax.cli import app
+from deepinfer_jax.cli.main import app
+from deepinfer_jax.cli.plan_report import parse_bytes
 from deepinfer_jax.engine.environ import TABLE, rearm, user_cache_dir
-from deepinfer_jax.plan_report import parse_bytes
+from tests.support.toy import greedy_twin, make_table, toy_parts
+from tests.support.toy_images import expanded, image_parts, toy_image
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "B_s15"
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
@@ -44,7 +44,7 @@ def test_prompts_from_options_a_file_and_stdin_give_the_same_text(tmp_path: Path
 
 @pytest.mark.usefixtures("toy_model")
 def test_only_a_line_end_ends_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toy.ToyTokenizer.encode", lambda _, text: [5 + len(text)])
+    monkeypatch.setattr("tests.support.toy.ToyTokenizer.encode", lambda _, text: [5 + len(text)])
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffA\fB\u2028C\r\nD\n".encode())
     _, out, _ = invoke(*TOY_MODEL, "--json", "--file", str(file))
@@ -89,9 +89,9 @@ def test_calibrate_prints_temperatures_that_the_engine_takes(tmp_path: Path, mon
 def test_images_take_the_placeholders_of_every_prompt_or_stand_in_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", image_parts)
-    Image.fromarray(picture()).save(tmp_path / "a.png")
-    Image.fromarray(picture((8, 4))).save(tmp_path / "b.png")
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", image_parts)
+    Image.fromarray(toy_image()).save(tmp_path / "a.png")
+    Image.fromarray(toy_image((8, 4))).save(tmp_path / "b.png")
     files = ["--image", str(tmp_path / "a.png"), "--image", str(tmp_path / "b.png")]
     status, out, err = invoke(*TOY_MODEL, *files, "--prompt", "A<image>B<image>", "--prompt", "AB")
     wide = expanded((8, 4))
@@ -102,7 +102,7 @@ def test_images_take_the_placeholders_of_every_prompt_or_stand_in_front(
     assert (status, out) == (1, "") and "1 runs of image tokens" in err and "2 images came with it" in err
     status, out, err = invoke(*TOY_MODEL, "--image", str(tmp_path / "none.png"), "--prompt", "A")
     assert (status, out) == (1, "") and "none.png" in err and err.count("\n") == 1
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", toy_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", toy_parts)
     status, out, err = invoke(*TOY_MODEL, *files, "--prompt", "A")
     assert (status, out) == (1, "") and "no vision tower" in err
 

@@ -1,26 +1,20 @@
 """The engine on a mesh of two virtual devices: the same tokens, both halves at work, all pools full again."""
 
-import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from drafting import draft_twin, drafts
-from toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
 
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.children import run_child
+from tests.support.drafting import draft_twin, drafts
+from tests.support.toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
 
 
 @cache
-def served(script_name: str = "two_devices.py", num_drafts: int = 0) -> dict[str, Any]:
-    script = Path(__file__).with_name(script_name)
+def served(script_name: str = "two_devices", num_drafts: int = 0) -> dict[str, Any]:
     with drafts(num_drafts):
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = run_child(script_name)
     return result
 
 
@@ -65,7 +59,7 @@ def test_the_pools_of_both_indices_are_full_at_the_end() -> None:
 
 
 def test_a_hit_happens_on_the_data_index_that_holds_the_blocks() -> None:
-    reuse = served("two_devices_reuse.py")["reuse"]
+    reuse = served("two_devices_reuse")["reuse"]
     assert sorted(reuse["wrote"]) == [0, 1]
     assert reuse["found"] == reuse["wrote"] * 2
     assert reuse["cached"] == [16] * 4
@@ -76,7 +70,7 @@ def test_a_hit_happens_on_the_data_index_that_holds_the_blocks() -> None:
 
 def test_a_sequence_is_handed_over_between_any_numbers_of_data_indices() -> None:
     expected = [alone(random_prompt(length, seed=i), i, 8) for i, length in enumerate([1, 3, 4, 8, 17, 30])]
-    assert served("two_devices_reuse.py")["handed"] == [expected] * 2
+    assert served("two_devices_reuse")["handed"] == [expected] * 2
 
 
 def alone(prompt: list[int], seed: int, count: int) -> list[int]:

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_results import running
 
 from deepinfer_jax import Params, encode_image, forward, load_config, load_params
 from deepinfer_jax.engine import diagnosis
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.diagnosis import CHUNK, explain_failures, first_fault, make_diagnosis
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.scheduler import SequenceStatus
 from deepinfer_jax.tokenization import MultimodalProcessor, get_hf_tokenizer
+from tests.engine.test_results import running
 
 GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
 PRECISION = "float32"
@@ -105,11 +105,11 @@ def test_images_are_encoded_again_and_their_first_bad_row_is_found(
     )
     ids = np.insert(TEXT, [5, CHUNK - 14], config.image_token_id)
     noise = np.random.default_rng(0).integers(256, size=(2, 60, 100, 3), dtype=np.uint8)
-    picture = processor.overwrite_prompt(ids, {"image_bytes": list(noise)})
-    assert [(image.start, image.stop) for image in picture.images] == [(5, 15), (CHUNK - 4, CHUNK + 6)]
+    prompt = processor.overwrite_prompt(ids, {"image_bytes": list(noise)})
+    assert [(image.start, image.stop) for image in prompt.images] == [(5, 15), (CHUNK - 4, CHUNK + 6)]
 
     def found(params: Params) -> str | None:
-        return first_fault(params, config, picture.token_ids, picture, precision=PRECISION, kernels=KernelChoice())
+        return first_fault(params, config, prompt.token_ids, prompt, precision=PRECISION, kernels=KernelChoice())
 
     assert found(params) is None
     broken = spoiled(params, "vision.aligner_w1", lambda weight: jnp.full_like(weight, jnp.nan))
@@ -117,11 +117,11 @@ def test_images_are_encoded_again_and_their_first_bad_row_is_found(
 
     def second_image_ends_badly(*given: Any, **options: Any) -> Any:
         vit, rows = encode_image(*given, **options)
-        is_second = np.array_equal(given[2], picture.images[1].image.patches())
+        is_second = np.array_equal(given[2], prompt.images[1].image.patches())
         return vit, rows.at[-1].set(jnp.nan) if is_second else rows
 
     monkeypatch.setattr(diagnosis, "encode_image", second_image_ends_badly)
-    last_row = picture.images[1].stop - 3  # then a new line and the end
+    last_row = prompt.images[1].stop - 3  # then a new line and the end
     assert found(params) == f"embed at position {last_row} is not finite"
 
 
@@ -143,8 +143,8 @@ def test_drafts_that_the_step_accepted_belong_to_the_text_that_is_run_again() ->
         sequence.status = SequenceStatus.FINISHED_FAILED
     seen = []
 
-    def diagnose(text: np.ndarray, picture: Any) -> str:
-        assert picture is None
+    def diagnose(text: np.ndarray, image_prompt: Any) -> str:
+        assert image_prompt is None
         seen.append(text.tolist())
         return "because"
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting import draft_twin, drafts
-from toy import (
+
+from deepinfer_jax.engine.args import EngineType
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.scheduler import Sequence, SequenceStatus
+from tests.support.drafting import draft_twin, drafts
+from tests.support.toy import (
     DRAFT_BLOCK,
     MAX_POSITIONS,
     ToyModel,
@@ -20,11 +25,6 @@ from toy import (
     tokens,
     toy_engine,
 )
-
-from deepinfer_jax.engine.args import EngineType
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.scheduler import Sequence, SequenceStatus
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TABLE = make_table()
@@ -152,7 +152,7 @@ def test_rejected_drafts_leave_nothing_in_slots_and_blocks() -> None:
     compared = 0
     for _ in range(7):
         engine.step()
-        for sequence in engine._loop.scheduler._holders.running:
+        for sequence in engine._loop.scheduler._residents.running:
             twin = computed_afresh(fresh, sequence)
             assert state(engine, sequence) == state(fresh, twin)
             fresh.abort_request(twin.request_id)
@@ -174,9 +174,9 @@ def computed_afresh(engine: LLMEngine, sequence: Sequence) -> Sequence:
 
 def state(engine: LLMEngine, sequence: Sequence) -> list[Any]:
     """Slot state, length and last token, drafts with distributions and confidences, and the tokens in the blocks."""
-    count, place = len(sequence) - 1, (sequence.data_index, sequence.state_id)
+    count, place = len(sequence) - 1, (sequence.dp_rank, sequence.state_id)
     where = [np.asarray([n], np.int32) for n in (*place, count)]
     cache, table = engine._loop.runner._state  # type: ignore[misc]
-    blocks = cache["tokens"][sequence.data_index, np.asarray(sequence.block_table)].reshape(-1)[:count]
+    blocks = cache["tokens"][sequence.dp_rank, np.asarray(sequence.block_table)].reshape(-1)[:count]
     kept = [blocks, *(array[place] for array in (table.lengths, table.last_token, *vars(table.drafts).values()))]
     return [engine._loop.runner.read_slots(*where).result().tobytes(), *(np.asarray(array).tolist() for array in kept)]

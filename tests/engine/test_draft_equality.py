@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreeing import agreeing_load
-from drafting import drafts
-from real_model import generate, long_golden_a, requests, what_forward_says
 
 from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
+from tests.support.agreeing import agreeing_load
+from tests.support.drafting import drafts
+from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PRECISION = "float32_exact"

@@ -5,8 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting import draft_twin, drafts
-from toy import (
+
+from deepinfer_jax.engine.args import EngineType
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.loading import num_drafts
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.drafting import draft_twin, drafts
+from tests.support.toy import (
     DRAFT_BLOCK,
     EOS,
     MAX_POSITIONS,
@@ -19,12 +25,6 @@ from toy import (
     tokens,
     toy_engine,
 )
-
-from deepinfer_jax.engine.args import EngineType
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.loading import num_drafts
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TABLE = make_table()
@@ -139,7 +139,7 @@ def test_what_cannot_be_computed_behind_the_end_of_a_block_fails_nobody(monkeypa
         for token in prompt + greedy_twin(TABLE, prompt, place + 1):
             state = next_state(state, token)
         table[state] = np.nan
-    monkeypatch.setattr("toy.make_table", lambda: table)
+    monkeypatch.setattr("tests.support.toy.make_table", lambda: table)
     with drafts(DRAFT_BLOCK):
         engine = toy_engine()
     rooms = []

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dummy_kind import DummyKindModel, dummy_kind_twin
-from reuse_traffic import BLOCK, is_idle
-from toy import make_table, random_prompt, run, tokens, toy_engine
 
 from deepinfer_jax.engine.args import EngineType
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.handover import SequenceState
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.handover.sequence_state import SequenceState
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
+from tests.support.reuse_traffic import BLOCK, is_idle
+from tests.support.toy import make_table, random_prompt, run, tokens, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

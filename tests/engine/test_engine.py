@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import (
+
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.request import prefill_columns
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import (
     EOS,
     IMAGE,
     POISON,
@@ -23,11 +28,6 @@ from toy import (
     tokens,
     toy_engine,
 )
-
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.request import prefill_columns
-from deepinfer_jax.engine.sampling_params import SamplingParams
 
 TABLE = make_table()
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
@@ -151,7 +151,7 @@ def test_preempted_requests_end_if_told_to(overlap: bool) -> None:
 def test_first_n_token_no_eos_bans_eos_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bent = TABLE.copy()
     bent[:-1, EOS] = 99  # always the likeliest
-    monkeypatch.setattr("toy.make_table", lambda: bent)
+    monkeypatch.setattr("tests.support.toy.make_table", lambda: bent)
     engine, prompt = toy_engine(), random_prompt(4)
     engine.add_request("u", "free", SamplingParams(temperature=0, max_tokens=3), prompt)
     engine.add_request("u", "banned", SamplingParams(temperature=0, max_tokens=3, first_n_token_no_eos=1), prompt)

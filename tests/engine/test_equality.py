@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_model import generate, long_golden_a, requests, what_forward_says
 
 from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.kernels.choice import KernelChoice
+from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PRECISION = "float32_exact"

@@ -1,4 +1,4 @@
-"""Rows of image features against a brute-force twin, and what a prefill step is told about its pictures."""
+"""Rows of image features against a brute-force twin, and what a prefill step is told about its images."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax.engine.features import FeatureCache, FeatureRows
-from deepinfer_jax.engine.request import Request
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.images.features import FeatureCache, FeatureRows
+from deepinfer_jax.engine.requests.request import Request
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.tokenization import ImageInput, ImageLayout, ImagePrompt, ProcessedImage, TextLengthInput
 
@@ -19,7 +19,7 @@ steps = st.lists(st.lists(st.sampled_from(sorted(SIZES)), unique=True), max_size
 
 @given(steps, st.integers(6, 24))
 def test_rows_are_those_of_a_twin_that_keeps_pictures_in_order_of_use(steps: list[list[bytes]], num_rows: int) -> None:
-    """The twin knows no rows: it keeps a list of pictures, and drops from its front what the step does not want."""
+    """The twin knows no rows: it keeps a list of images, and drops from its front what the step does not want."""
     rows, twin, written = FeatureRows(num_rows), list[bytes](), np.full(num_rows, -1)
     encoded = reused = 0
     for number, step in enumerate(steps):
@@ -57,7 +57,7 @@ class Encoder:
         self.features = object()
 
 
-def picture(start: int, height: int, width: int, digest: bytes) -> ImageInput:
+def image_input(start: int, height: int, width: int, digest: bytes) -> ImageInput:
     """Of so many patches of one pixel, in cells of 2 x 2."""
     rows, columns = -(-height // 2), -(-width // 2)
     layout = ImageLayout(rows, columns, width, height, height, width, rows * (columns + 1) + 2)
@@ -78,12 +78,14 @@ def prefill(*chunks: tuple[Request, int, int], time: int = 24) -> SimpleNamespac
 
 def test_a_step_is_told_the_place_of_each_token_and_encodes_what_it_needs() -> None:
     text = Request(SamplingParams(), 0)
-    # Two adjacent pictures: 2 x 3 cells at 2 … 11, 1 x 1 at 12 … 15; then text.
-    first, second = picture(2, 3, 6, b"a"), picture(12, 2, 1, b"b")
+    # Two adjacent images: 2 x 3 cells at 2 … 11, 1 x 1 at 12 … 15; then text.
+    first, second = image_input(2, 3, 6, b"a"), image_input(12, 2, 1, b"b")
     segments = (TextLengthInput(2), first, TextLengthInput(0), second, TextLengthInput(4))
     nothing = np.zeros(20, np.int32)
-    both = Request(SamplingParams(), 0, picture=ImagePrompt(nothing, nothing, segments))
-    other = Request(SamplingParams(), 0, picture=ImagePrompt(nothing[:16], nothing[:16], (picture(0, 2, 1, b"b"),)))
+    both = Request(SamplingParams(), 0, image_prompt=ImagePrompt(nothing, nothing, segments))
+    other = Request(
+        SamplingParams(), 0, image_prompt=ImagePrompt(nothing[:16], nothing[:16], (image_input(0, 2, 1, b"b"),))
+    )
     encoder = Encoder()
     cache = FeatureCache(encoder)  # type: ignore[arg-type]
 
@@ -105,7 +107,7 @@ def test_a_step_is_told_the_place_of_each_token_and_encodes_what_it_needs() -> N
             assert places((both, start, stop - start)) == [(whole + [t] * 3)[start:stop]]
     assert places((text, 3, 2), (other, 0, 4), (both, 13, 2)) == [[t, t], [s, *b, n, e][:4], [*b, n]]
     assert len(encoder.encoded) == 2 and cache.rows.num_encoded == 2
-    for picture_of_failed in (None, other.picture, other.picture):  # which is `second` too
-        cache.forget(picture_of_failed)
+    for prompt_of_failed in (None, other.image_prompt, other.image_prompt):  # which is `second` too
+        cache.forget(prompt_of_failed)
     assert places((both, 0, 20)) == [whole]  # in the rows that it gave back
     assert encoder.encoded[2:] == [(size_b, b)] and cache.rows.num_encoded == 3

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

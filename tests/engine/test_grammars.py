@@ -8,19 +8,19 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from drafting import drafts
-from test_varlen import random_choice, variables
-from toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
-from toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
 from typer.testing import CliRunner
 
-from deepinfer_jax.cli import app
+from deepinfer_jax.cli.main import app
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.environ import env, rearm
-from deepinfer_jax.engine.handover import SequenceState
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.llm import LLM
+from deepinfer_jax.engine.handover.sequence_state import SequenceState
+from deepinfer_jax.engine.llm import LLM
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
+from tests.engine.test_varlen import random_choice, variables
+from tests.support.drafting import drafts
+from tests.support.toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
+from tests.support.toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
 
 SCHEMA = {
     "type": "array",
@@ -283,7 +283,7 @@ def test_a_marker_never_comes_out_of_a_string(num_drafts, monkeypatch) -> None:
     """The model wants nothing else, and every draft is one (field report R11)."""
     table = make_table()
     table[:, MARKER] += 20
-    monkeypatch.setattr("toy.make_table", lambda: table)
+    monkeypatch.setattr("tests.support.toy.make_table", lambda: table)
     with drafts(num_drafts):
         engine = grammar_engine()
     so_args = {"schema_type": "json", "schema": '{"type": "string", "minLength": 6}'}
@@ -310,14 +310,14 @@ def test_what_is_wrong_with_a_grammar_is_said_at_submission(monkeypatch) -> None
     engine = grammar_engine()
     beyond = GRAMMARS["regex"] | {"trigger_token_ids": [64]}
     assert engine.add_request("user", "a", greedy(so_args=beyond), random_prompt(3)) is None
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", grammar_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", grammar_parts)
     llm = LLM("toy", max_num_seqs=2, tokens_per_block=4)
     with pytest.raises(ValueError, match="prompt 0: trigger_token_ids"):
         llm.generate(prompt_token_ids=[[5]], sampling_params=SamplingParams(so_args=beyond))
 
 
 def test_completions_of_one_prompt_each_follow_the_grammar(monkeypatch) -> None:
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", grammar_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", grammar_parts)
     llm = LLM("toy", max_num_seqs=4, tokens_per_block=4)
     params = SamplingParams(max_tokens=30, n=3, so_args={"schema_type": "regex", "schema": "[a-f]{5}"}, seq_seed=3)
     texts = [text for own in llm.generate(["abc", "x"], params, use_tqdm=False) for text in own]
@@ -326,7 +326,7 @@ def test_completions_of_one_prompt_each_follow_the_grammar(monkeypatch) -> None:
 
 
 def test_the_command_line_takes_a_schema_file_or_a_regular_expression(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", grammar_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", grammar_parts)
     file = tmp_path / "schema.json"
     command = ["generate", "--model", "toy", "--prompt", "abc", "--max-tokens", "30", "--seed", "3"]
 

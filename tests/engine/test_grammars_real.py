@@ -5,10 +5,10 @@ import re
 
 import jsonschema
 import pytest
-from drafting import drafts
 
 from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.embedded import embedded_model
+from tests.support.drafting import drafts
 
 SCHEMA = {
     "type": "object",

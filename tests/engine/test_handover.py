@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_model import GOLDEN_A, long_golden_a
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -22,8 +21,9 @@ from deepinfer_jax import (
     load_config,
 )
 from deepinfer_jax.checkpoint.tiny import make_tiny
-from deepinfer_jax.engine.handover import StateIdentity
+from deepinfer_jax.engine.handover.sequence_state import StateIdentity
 from deepinfer_jax.tokenization import ImagePrompt, MultimodalProcessor, get_hf_tokenizer
+from tests.support.real_model import GOLDEN_A, long_golden_a
 
 SIZES = {
     "precision": "float32_exact",
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return long_golden_a(tmp_path_factory.mktemp("models") / "a")
 
 
-def image_prompt() -> ImagePrompt:
+def small_image_prompt() -> ImagePrompt:
     """Golden A's, with two images of noise of different sizes."""
     config, tokenizer = load_config(GOLDEN_A), get_hf_tokenizer(GOLDEN_A)
     processor = MultimodalProcessor(
@@ -198,34 +198,34 @@ def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LL
 
 
 def test_images_of_a_prompt_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
-    picture = image_prompt()
+    prompt = small_image_prompt()
     state = SequenceState(
         identity=StateIdentity("config", "weights", "float32", 16, ("a kind",)),
         request_id="a",
         user_id="u",
         params={"max_tokens": 5},
         seed=1 << 63,
-        prompt_token_ids=picture.token_ids,
+        prompt_token_ids=prompt.token_ids,
         output_token_ids=np.asarray([7], np.int32),
-        num_tokens=len(picture.token_ids),
+        num_tokens=len(prompt.token_ids),
         blocks=np.zeros((2, 3), np.uint8),
         slot=np.zeros(4, np.uint8),
-        picture=picture,
+        image_prompt=prompt,
     )
     state.save(tmp_path / "a.safetensors")
     loaded = SequenceState.load(tmp_path / "a.safetensors")
-    found = loaded.picture
+    found = loaded.image_prompt
     assert found is not None and (loaded.seed, loaded.nbytes) == (state.seed, state.nbytes)
-    assert loaded.nbytes == 6 + 4 + sum(own.image.pixels.size for own in picture.images)
-    assert found.token_ids.tolist() == picture.token_ids.tolist()
-    assert found.mm_token_type.tolist() == picture.mm_token_type.tolist()
-    assert found.segments[::2] == picture.segments[::2]
-    for own, wanted in zip(found.images, picture.images, strict=True):
+    assert loaded.nbytes == 6 + 4 + sum(own.image.pixels.size for own in prompt.images)
+    assert found.token_ids.tolist() == prompt.token_ids.tolist()
+    assert found.mm_token_type.tolist() == prompt.mm_token_type.tolist()
+    assert found.segments[::2] == prompt.segments[::2]
+    for own, wanted in zip(found.images, prompt.images, strict=True):
         assert (own.width, own.height, own.start, own.stop) == (wanted.width, wanted.height, wanted.start, wanted.stop)
         assert (own.image.layout, own.image.digest) == (wanted.image.layout, wanted.image.digest)
         assert np.array_equal(own.image.pixels, wanted.image.pixels)
-    dataclasses.replace(state, picture=None).save(tmp_path / "text.safetensors")
-    assert SequenceState.load(tmp_path / "text.safetensors").picture is None
+    dataclasses.replace(state, image_prompt=None).save(tmp_path / "text.safetensors")
+    assert SequenceState.load(tmp_path / "text.safetensors").image_prompt is None
 
 
 class TestRefusals:
@@ -270,7 +270,7 @@ class TestRefusals:
             SequenceState.load(tmp_path / "weights.safetensors")
 
     def test_another_version(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("deepinfer_jax.engine.handover.FORMAT_VERSION", 3)
+        monkeypatch.setattr("deepinfer_jax.engine.handover.sequence_state.FORMAT_VERSION", 3)
         with pytest.raises(ValueError, match="written in version 2 of the format, this engine reads 3"):
             SequenceState.load(file)
 
@@ -315,7 +315,7 @@ class TestRefusals:
             ({"slot": np.zeros(3, np.uint8)}, r"but it has .*'slot': \(3,\)"),
             ({"output_token_ids": np.zeros(0, np.int32), "num_tokens": 39}, "40 prompt and 0 output tokens"),
             ({"params": {"max_tokens": 1}}, "nothing is left to generate: .* max_tokens is 1"),
-            ({"picture": image_prompt()}, "the state is not whole: its images belong to another prompt"),
+            ({"image_prompt": small_image_prompt()}, "the state is not whole: its images belong to another prompt"),
         ],
         ids=["prompt", "num_tokens", "blocks", "slot", "output", "max_tokens", "images"],
     )

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from reuse_traffic import check, is_idle, texts, wanted
-from toy import ToyModel, toy_engine
 
 from deepinfer_jax.engine.args import EngineType
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.handover import SequenceState
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.handover.sequence_state import SequenceState
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.reuse_traffic import check, is_idle, texts, wanted
+from tests.support.toy import ToyModel, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.images import ImageWorkers, PendingImages
+from deepinfer_jax.engine.images.workers import ImageWorkers, PendingImages
 from deepinfer_jax.tokenization import ImageError, ImageInput, ImageLayout, ImagePrompt, ProcessedImage
 
 LAYOUT = ImageLayout(1, 1, 4, 4, 1, 1, 4)
@@ -23,7 +23,7 @@ PATIENCE = 60  # seconds after which a test has failed
 
 @dataclass
 class Opener:
-    """Opens pictures when it is told to. A request's data is {"name": ..., "bytes": of pixels, or "raises": what}."""
+    """Opens images when it is told to. A request's data is {"name": ..., "bytes": of pixels, or "raises": what}."""
 
     held: bool = True
     clock: float = 0.0
@@ -193,12 +193,12 @@ def test_a_failed_request_leaves_nothing_behind() -> None:
             raise ImageError("damaged") from error
 
     workers = ImageWorkers(fail, num_threads=1, max_bytes=1, max_requests=1, timeout=0)
-    picture = np.zeros(1)
-    left = weakref.ref(picture)
+    image = np.zeros(1)
+    left = weakref.ref(image)
     gc.disable()
     try:
-        pending = workers.submit(IDS, {"picture": picture})
-        del picture
+        pending = workers.submit(IDS, {"image": image})
+        del image
         with pytest.raises(ImageError, match="damaged"):
             outcome(workers, pending)
         for thread in threading.enumerate():

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from async_toy import read
-from test_interrupts import Interrupt
-from toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens, toy_engine
-from toy_grammar import TOKENIZER, constrained_twin
-from toy_images import HeldProcessor, expanded, image_engine, image_parts, picture
 
 from deepinfer_jax.engine.async_engine import AsyncLLMEngine
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.llm import LLM
+from deepinfer_jax.engine.llm import LLM
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
+from tests.engine.test_interrupts import Interrupt
+from tests.support.async_toy import read
+from tests.support.toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens, toy_engine
+from tests.support.toy_grammar import TOKENIZER, constrained_twin
+from tests.support.toy_images import HeldProcessor, expanded, image_engine, image_parts, toy_image
 
 TABLE = make_table()
 IDS, TEXT = [5, IMAGE, 6], [5, 9, 6]
@@ -27,8 +27,8 @@ def greedy(count: int = 5, **kwargs: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **kwargs)
 
 
-def images(*pictures: Any) -> dict[str, Any]:
-    return {"image_bytes": list(pictures)}
+def images(*sources: Any) -> dict[str, Any]:
+    return {"image_bytes": list(sources)}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def nothing_is_left(engine: LLMEngine) -> Iterator[None]:
 
 
 def held(engine: LLMEngine) -> HeldProcessor:
-    processor = engine.pictures._processor
+    processor = engine.images._processor
     assert isinstance(processor, HeldProcessor)
     return processor
 
@@ -65,7 +65,7 @@ def test_images_take_their_places_in_every_spelling_beside_text(engine: LLMEngin
     }
     compiled = engine.compile_count
     for name, (ids, _) in prompts.items():
-        engine.add_request("u", name, greedy(), ids, images(picture(), picture((8, 4))))
+        engine.add_request("u", name, greedy(), ids, images(toy_image(), toy_image((8, 4))))
         engine.add_request("u", f"text {name}", greedy(), random_prompt(9))
     found = run(engine)
     for name, (_, whole) in prompts.items():
@@ -77,7 +77,7 @@ def test_images_take_their_places_in_every_spelling_beside_text(engine: LLMEngin
 
 def test_a_request_waits_for_its_images_without_spinning_while_others_run(engine: LLMEngine) -> None:
     held(engine).may.clear()
-    sequence = engine.add_request("u", "a", greedy(), IDS, images(picture()))
+    sequence = engine.add_request("u", "a", greedy(), IDS, images(toy_image()))
     assert sequence is not None and not sequence.schedulable
     engine.add_request("u", "text", greedy(4), TEXT)
     order, steps = [], 0
@@ -97,13 +97,13 @@ def test_a_request_waits_for_its_images_without_spinning_while_others_run(engine
 
 def test_a_request_may_be_aborted_while_its_images_are_opened_and_its_name_is_free(engine: LLMEngine) -> None:
     held(engine).may.clear()
-    engine.add_request("u", "a", greedy(), IDS, images(picture()))
+    engine.add_request("u", "a", greedy(), IDS, images(toy_image()))
     engine.step()
     assert engine.abort_request("a") == (1, 3)
     (output,) = run(engine)["a"]
     assert output.finish_reason == "abort"
     held(engine).may.set()
-    engine.add_request("u", "a", greedy(), IDS, images(picture()))
+    engine.add_request("u", "a", greedy(), IDS, images(toy_image()))
     assert tokens(run(engine)["a"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
 
 
@@ -112,10 +112,15 @@ def test_what_is_wrong_with_images_ends_their_request_alone(engine: LLMEngine) -
     wrong = {
         "bytes": (IDS, images(b"no image"), "ve_error", "image 0 of the request: 8 bytes are not an image"),
         "gone": (IDS, {"image_bytes": None}, "ve_error", "the images of the request never arrived"),
-        "count": (TEXT, images(picture()), "invalid_prompt", "0 runs of image tokens"),
-        "size": (IDS, images(picture()) | {"image_sizes": [(5, 4)]}, "ve_error", "its declared size is 5 x 4"),
-        "long": ([*range(5, 40), IMAGE, IMAGE], images(picture(), picture()), "prompt_length_exceeded", "43 tokens"),
-        "gap": ([5, VOCAB + 1], images(picture()), "invalid_prompt", f"id {VOCAB + 1} at position 1"),
+        "count": (TEXT, images(toy_image()), "invalid_prompt", "0 runs of image tokens"),
+        "size": (IDS, images(toy_image()) | {"image_sizes": [(5, 4)]}, "ve_error", "its declared size is 5 x 4"),
+        "long": (
+            [*range(5, 40), IMAGE, IMAGE],
+            images(toy_image(), toy_image()),
+            "prompt_length_exceeded",
+            "43 tokens",
+        ),
+        "gap": ([5, VOCAB + 1], images(toy_image()), "invalid_prompt", f"id {VOCAB + 1} at position 1"),
     }
     for name, (ids, data, _, _) in wrong.items():
         engine.add_request("u", name, greedy(), ids, data)
@@ -145,7 +150,7 @@ def test_what_is_no_image_data_is_an_error_at_once(engine: LLMEngine, data: Any,
 
 
 def test_ids_are_checked_at_once_and_no_image_is_text(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
-    assert engine.add_request("u", "a", greedy(), [5, VOCAB + 5, IMAGE], images(picture())) is None
+    assert engine.add_request("u", "a", greedy(), [5, VOCAB + 5, IMAGE], images(toy_image())) is None
     assert engine.add_request("u", "a", greedy(), [5, VOCAB + 2]) is None
     for name, data in (("a", None), ("b", {}), ("c", {"image_bytes": [], "image_sizes": []})):
         sequence = engine.add_request("u", name, greedy(), IDS, data)
@@ -162,7 +167,7 @@ def test_a_request_may_wait_for_a_grammar_and_for_images(last: str, monkeypatch:
     monkeypatch.setattr(pool, "compile_grammar", lambda *args: may_compile.wait(60) and compile_grammar(*args))
     held(engine).may.clear()
     so_args = {"schema_type": "regex", "schema": "[0-9]{3}[a-f]+"}
-    sequence = engine.add_request("u", "a", greedy(so_args=so_args), IDS, images(picture()))
+    sequence = engine.add_request("u", "a", greedy(so_args=so_args), IDS, images(toy_image()))
     assert sequence is not None
     engine.step()
     first, then = (held(engine).may, may_compile) if last == "grammar" else (may_compile, held(engine).may)
@@ -179,7 +184,7 @@ def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held(engine).may.clear()
-    engine.add_request("u", "a", greedy(), IDS, images(picture()))
+    engine.add_request("u", "a", greedy(), IDS, images(toy_image()))
     engine.add_request("u", "text", greedy(), TEXT)
     with monkeypatch.context() as patch:
         patch.setattr(engine._loop.runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("gone")))
@@ -195,14 +200,14 @@ def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(
 def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEngine, number: int) -> None:
     def opened() -> None:
         """A step that finds the images of the request opened."""
-        if engine.pictures.pending:
-            engine.pictures.wait(60)
+        if engine.images.pending:
+            engine.images.wait(60)
         engine.step()
 
     def lines_of_call(at: int | None) -> int:
         """Lines of call `number`, which is interrupted at one of them."""
         interrupt = Interrupt(at)
-        calls = [lambda: engine.add_request("u", "a", greedy(1), IDS, images(picture())), opened]
+        calls = [lambda: engine.add_request("u", "a", greedy(1), IDS, images(toy_image())), opened]
         for place, call in enumerate(calls):
             interrupt.during(call, None) if place == number else call()
         for _ in range(1000):
@@ -220,7 +225,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEn
 
 
 def test_images_that_were_opened_elsewhere_need_a_vision_tower_too(engine: LLMEngine) -> None:
-    (opened,) = engine.pictures.open_all([(np.asarray(IDS, np.int32), images(picture()))])
+    (opened,) = engine.images.open_all([(np.asarray(IDS, np.int32), images(toy_image()))])
     with_tower, without = engine, toy_engine()
     with_tower.add_request("u", "a", greedy(), [], opened)
     assert tokens(run(with_tower)["a"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
@@ -231,7 +236,7 @@ def test_images_that_were_opened_elsewhere_need_a_vision_tower_too(engine: LLMEn
 
 def test_the_callers_data_is_read_once_and_not_changed(engine: LLMEngine) -> None:
     held(engine).may.clear()
-    data, ids = images(picture()), np.asarray(IDS)
+    data, ids = images(toy_image()), np.asarray(IDS)
     engine.add_request("u", "a", greedy(), ids, data)
     assert data.keys() == {"image_bytes"} and len(data["image_bytes"]) == 1
     data["image_bytes"].clear()
@@ -243,19 +248,19 @@ def test_the_callers_data_is_read_once_and_not_changed(engine: LLMEngine) -> Non
 def test_llm_answers_texts_and_images_in_order_and_completions_share_their_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deepinfer_jax.engine.engine.load_parts", image_parts)
+    monkeypatch.setattr("deepinfer_jax.engine.llm_engine.load_parts", image_parts)
     llm = LLM("toy", max_num_seqs=6, tokens_per_block=4, decode_sequence=False)
-    data = [images(picture()), None, {"image_bytes": [], "image_sizes": []}]
+    data = [images(toy_image()), None, {"image_bytes": [], "image_sizes": []}]
     found: Any = llm.generate(["5<image>6", "569", "A"], [greedy(n=3), greedy(), greedy()], multi_modal_data=data)
     whole = greedy_twin(TABLE, [5, *expanded(), 6], 5)
     assert [tokens(one) for one in found[0]] == [whole] * 3
     assert [tokens(one) for one in found[1:]] == [greedy_twin(TABLE, ids, 5) for ids in ([5, 6, 9], [17])]
     assert llm.llm_engine.stats()["num_images_opened"] == 1
-    (single,) = llm.generate("5<image>6", greedy(), multi_modal_data=images(picture()))
+    (single,) = llm.generate("5<image>6", greedy(), multi_modal_data=images(toy_image()))
     assert tokens(single) == whole
 
     steps = llm.llm_engine.stats()["num_steps"]
-    bad = [images(picture()), images(b"x"), images(picture(), picture()), images(picture())]
+    bad = [images(toy_image()), images(b"x"), images(toy_image(), toy_image()), images(toy_image())]
     prompts = ["5<image>6", "<image>", "<image>", "A" * 37 + "<image>"]
     with pytest.raises(ValueError, match="prompt 1: image 0 of the request: 1 bytes are not an image"):
         llm.generate(prompts, greedy(), multi_modal_data=bad)
@@ -270,8 +275,8 @@ def test_llm_answers_texts_and_images_in_order_and_completions_share_their_image
 
 def test_warn_does_what_deepinfer_does_with_images_that_do_not_match() -> None:
     engine = image_engine(on_image_mismatch="warn")
-    engine.add_request("u", "more", greedy(), IDS, images(picture(), picture()))
-    engine.add_request("u", "none", greedy(), TEXT, images(picture()))
+    engine.add_request("u", "more", greedy(), IDS, images(toy_image(), toy_image()))
+    engine.add_request("u", "none", greedy(), TEXT, images(toy_image()))
     found = run(engine)
     assert tokens(found["more"]) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
     assert tokens(found["none"]) == greedy_twin(TABLE, TEXT, 5)
@@ -282,12 +287,12 @@ def test_requests_with_images_stream_and_can_be_left() -> None:
     async def main() -> None:
         llm_engine = image_engine()
         async with AsyncLLMEngine.from_engine(llm_engine) as engine:
-            outputs = await read(engine.generate(IDS, greedy(), multi_modal_data=images(picture())))
+            outputs = await read(engine.generate(IDS, greedy(), multi_modal_data=images(toy_image())))
             assert tokens(outputs) == greedy_twin(TABLE, [5, *expanded(), 6], 5)
             with pytest.raises(ValueError, match="unknown keys"):
                 await read(engine.generate(IDS, greedy(), multi_modal_data={"image": 1}))
             held(llm_engine).may.clear()
-            left = asyncio.create_task(read(engine.generate(IDS, greedy(), "a", multi_modal_data=images(picture()))))
+            left = asyncio.create_task(read(engine.generate(IDS, greedy(), "a", multi_modal_data=images(toy_image()))))
             while not (await engine.stats())["num_requests_awaiting_images"]:
                 pass
             left.cancel()

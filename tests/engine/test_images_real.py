@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting import drafts
 from PIL import Image
-from real_model import GOLDEN_A, long_golden_a, tokens_of
-from test_golden import log_softmax
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
+from tests.engine.test_golden import log_softmax
+from tests.support.drafting import drafts
+from tests.support.real_model import GOLDEN_A, long_golden_a, tokens_of
 
 GOLDEN = np.load(GOLDEN_A / "img.f32nq.npz")
 IDS, PREFILL = GOLDEN["input_ids"][0], int(GOLDEN["prefill_len"])
 PROMPT, FORCED = IDS[:PREFILL].tolist(), IDS[PREFILL:].tolist()
-PICTURES = [GOLDEN["image0/rgb"], GOLDEN["image1/rgb"]]
+IMAGES = [GOLDEN["image0/rgb"], GOLDEN["image1/rgb"]]
 VOCAB, IMAGE = 192, 188
 LOGITS = np.concatenate([GOLDEN["prefill/logits"][0, -1:], GOLDEN["decode/logits"][:, 0, 0]])
 SIZES: dict[str, Any] = {
@@ -52,8 +52,8 @@ def llm(folder: Path) -> Iterator[LLM]:
     llm.close()
 
 
-def images(*pictures: Any) -> dict[str, Any]:
-    return {"image_bytes": list(pictures)}
+def images(*sources: Any) -> dict[str, Any]:
+    return {"image_bytes": list(sources)}
 
 
 def ask(llm: LLM, *requests: tuple[list[int], Any], params: SamplingParams = GREEDY) -> list[list[RequestOutput]]:
@@ -98,9 +98,9 @@ def spelled(how: str) -> list[int]:
 def test_the_golden_prompt_in_every_spelling_beside_text(llm: LLM) -> None:
     compiled = llm.llm_engine.compile_count
     alone = ask(llm, (TEXT, None), params=ALONG)[0]
-    kinds = [PICTURES, [Image.fromarray(picture) for picture in PICTURES], [png(picture) for picture in PICTURES]]
+    kinds = [IMAGES, [Image.fromarray(image) for image in IMAGES], [png(image) for image in IMAGES]]
     prompts = [PROMPT, spelled("single"), spelled("deepinfer")]
-    requests = [(ids, images(*pictures)) for ids, pictures in zip(prompts, kinds, strict=True)]
+    requests = [(ids, images(*sources)) for ids, sources in zip(prompts, kinds, strict=True)]
     *found, text = ask(llm, *requests, (TEXT, None), params=ALONG)
     for outputs in found:
         check_golden(outputs)
@@ -109,9 +109,9 @@ def test_the_golden_prompt_in_every_spelling_beside_text(llm: LLM) -> None:
     assert llm.llm_engine.compile_count == compiled
 
 
-def png(picture: np.ndarray, form: str = "PNG") -> bytes:
+def png(image: np.ndarray, form: str = "PNG") -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, form)
+    Image.fromarray(image).save(buffer, form)
     return buffer.getvalue()
 
 
@@ -122,10 +122,10 @@ def test_a_prompt_cut_anywhere_gives_the_same_tokens(llm: LLM, chunk: int, monke
     whole = policy._count
     monkeypatch.setattr(policy, "_count", lambda *args, **kwargs: min(whole(*args, **kwargs), chunk))
     before = llm.llm_engine.stats()
-    fresh = [np.roll(picture, chunk, 0) for picture in PICTURES]  # not seen before
+    fresh = [np.roll(image, chunk, 0) for image in IMAGES]  # not seen before
     adjacent = [7, IMAGE, IMAGE, 9]
     ends = [IMAGE, 8, IMAGE]
-    (golden,) = ask(llm, (PROMPT, images(*PICTURES)), params=dataclasses.replace(ALONG, prompt_logprobs=True))
+    (golden,) = ask(llm, (PROMPT, images(*IMAGES)), params=dataclasses.replace(ALONG, prompt_logprobs=True))
     check_golden(golden)  # with prompt_logprobs nothing is reused
     others = ask(llm, (adjacent, images(*fresh)), (ends, images(*fresh)))
     after = llm.llm_engine.stats()
@@ -138,13 +138,13 @@ def test_a_prompt_cut_anywhere_gives_the_same_tokens(llm: LLM, chunk: int, monke
 
 def test_prompts_that_differ_in_an_image_only_share_nothing_from_there_on(llm: LLM) -> None:
     ids = [*TEXT[20:], IMAGE, *TEXT[:20]]
-    first, second = PICTURES[0], 255 - PICTURES[0]
-    cold = [ask(llm, (ids, images(picture)))[0] for picture in (first, second)]
+    first, second = IMAGES[0], 255 - IMAGES[0]
+    cold = [ask(llm, (ids, images(image)))[0] for image in (first, second)]
     assert tokens_of([cold[0]]) != tokens_of([cold[1]])
     assert cold[0][0].num_cached_tokens == 0
     assert cold[1][0].num_cached_tokens <= 16  # the blocks before the image, if anything
     encoded = llm.llm_engine.stats()["num_images_encoded"]
-    warm = [ask(llm, (ids, images(picture)))[0] for picture in (first, second)]
+    warm = [ask(llm, (ids, images(image)))[0] for image in (first, second)]
     assert tokens_of(warm) == tokens_of(cold)
     assert [outputs[0].num_cached_tokens for outputs in warm] == [40, 40]  # of 48 tokens at least one is computed
     assert llm.llm_engine.stats()["num_images_encoded"] == encoded
@@ -156,7 +156,7 @@ def test_damaged_images_end_alone(llm: LLM) -> None:
     (alone,) = ask(llm, (TEXT, None))
     requests: list[tuple[list[int], Any]] = []
     for number in range(32):
-        data = bytearray(png(PICTURES[0], ("PNG", "JPEG", "WEBP", "GIF")[number % 4]))
+        data = bytearray(png(IMAGES[0], ("PNG", "JPEG", "WEBP", "GIF")[number % 4]))
         for _ in range(3):
             data[rng.integers(len(data))] = rng.integers(256)
         requests.append(([5, IMAGE, 6], images(bytes(data[: rng.integers(1, len(data))] if number % 3 else data))))
@@ -179,7 +179,7 @@ def test_damaged_images_end_alone(llm: LLM) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_preemption_and_drafts_change_nothing(folder: Path, llm: LLM, num_drafts: int) -> None:
     requests = [
-        ([*TEXT[: 3 * i], IMAGE, *TEXT[: 20 - i], IMAGE], images(PICTURES[i % 2], np.roll(PICTURES[0], i, 1)))
+        ([*TEXT[: 3 * i], IMAGE, *TEXT[: 20 - i], IMAGE], images(IMAGES[i % 2], np.roll(IMAGES[0], i, 1)))
         for i in range(6)
     ]
     params = dataclasses.replace(GREEDY, max_tokens=30)
@@ -189,5 +189,5 @@ def test_preemption_and_drafts_change_nothing(folder: Path, llm: LLM, num_drafts
     found = ask(tight, *requests, params=params)
     assert tokens_of(found) == wanted
     assert tight.llm_engine.stats()["num_preemptions"] > 0
-    check_golden(ask(tight, (PROMPT, images(*PICTURES)), params=ALONG)[0])
+    check_golden(ask(tight, (PROMPT, images(*IMAGES)), params=ALONG)[0])
     tight.close()

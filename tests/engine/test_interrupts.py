@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 
 # Outputs that are on their way out of `step` are the caller's: an interrupt there loses them as in any function.
 _FILES = (
-    "engine/engine.py",
-    "engine/pictures.py",
-    "engine/results.py",
-    "engine/request.py",
-    "engine/step_loop.py",
+    "engine/llm_engine.py",
+    "engine/images/workers.py",
+    "engine/requests/results.py",
+    "engine/requests/request.py",
+    "engine/core.py",
     "runtime/runner.py",
     "runtime/step_input.py",
 )

@@ -5,14 +5,14 @@ import os
 from typing import Any
 
 import pytest
-from toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
 from deepinfer_jax.engine.args import EngineType
-from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.environ import rearm
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import zero_overhead_scheduling
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -208,7 +208,7 @@ def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch
 
 def test_an_idle_engine_whose_pools_are_not_full_says_so_and_fills_them() -> None:
     engine = toy_engine()
-    engine._loop.scheduler._holders.blocks[0].allocate(1)  # lost
+    engine._loop.scheduler._residents.blocks[0].allocate(1)  # lost
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=2), [5, 6])
     with pytest.raises(AssertionError, match=r"not idle: 0 sequences run, 59 of 60 blocks"):
         run(engine)

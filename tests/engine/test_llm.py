@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import EOS, POISON, VOCAB, greedy_twin, make_table
 
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.llm import LLM
+from deepinfer_jax.engine.llm import LLM
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import EOS, POISON, VOCAB, greedy_twin, make_table
 
 pytestmark = pytest.mark.usefixtures("toy_model")
 

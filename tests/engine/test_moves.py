@@ -1,17 +1,15 @@
 """The runner moves every kind of state, one that nothing names included, and puts it where it is told."""
 
 import copy
-import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
-from driven import CHUNK, TOKENS_PER_BLOCK, Driven, Row
-from dummy_kind import dummy_kind_twin
-from toy import make_table, random_prompt, toy_engine
+
+from tests.support.children import run_child
+from tests.support.driven import CHUNK, TOKENS_PER_BLOCK, Driven, Row
+from tests.support.dummy_kind import dummy_kind_twin
+from tests.support.toy import make_table, random_prompt, toy_engine
 
 LENGTHS = [1, 3, 4, 5, 8, 9, 16, 20]
 
@@ -155,10 +153,7 @@ def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:
 
 
 def test_each_data_index_moves_its_own_pools() -> None:
-    script = Path(__file__).with_name("two_devices_moves.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_child("two_devices_moves")
     assert found["moved"] == found["stayed"]
     assert found["devices"] == 2
     assert found["gathered"] == []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_model import generate, long_golden_a, tokens_of, what_forward_says
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.engine.environ import env
+from tests.support.real_model import generate, long_golden_a, tokens_of, what_forward_says
 
 PRECISION = "float32_exact"
 SIZES = {"precision": PRECISION, "max_num_seqs": 4, "max_model_len": 640, "decode_sequence": False}

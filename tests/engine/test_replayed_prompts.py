@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from real_model import generate, long_golden_a, requests
-from toy import toy_engine
 
 from deepinfer_jax import LLM, SamplingParams, load_config
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.loading import bounded_replay
 from deepinfer_jax.model.bounded_replay import Replay
+from tests.support.real_model import generate, long_golden_a, requests
+from tests.support.toy import toy_engine
 
 KEEP = 20  # golden A's window is 16
 LENGTHS = [1, 15, 16, 17, 19, 20, 21, 33, 37, 64, 100, 117]
@@ -122,7 +122,7 @@ def test_prompt_log_probabilities_are_refused_and_harm_no_other_request(monkeypa
         engine.add_request("u", "r", wants, [4, 5, 6])
     assert str(refused.value) == f"request r: {sentence}"
     assert not engine.has_unfinished_requests()
-    monkeypatch.setattr("deepinfer_jax.llm.LLMEngine", lambda args: engine)
+    monkeypatch.setattr("deepinfer_jax.engine.llm.LLMEngine", lambda args: engine)
     llm = LLM("toy", decode_sequence=False)
     with pytest.raises(ValueError, match=r"^prompt 1: prompt_logprobs need"):
         llm.generate(prompt_token_ids=[[4, 5], [4, 5]], sampling_params=[free, wants])

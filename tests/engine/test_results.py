@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.request import Request
-from deepinfer_jax.engine.results import keep_prompt_logprobs, token_outputs
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.request import Request
+from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, token_outputs
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.scheduler import Sequence, SequenceStatus
 

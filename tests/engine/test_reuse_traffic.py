@@ -9,11 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from reuse_traffic import check, is_idle, texts, wanted
-from toy import MAX_POSITIONS, ToyModel, toy_engine
 
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.reuse_traffic import check, is_idle, texts, wanted
+from tests.support.toy import MAX_POSITIONS, ToyModel, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

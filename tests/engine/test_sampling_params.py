@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
 
 def test_defaults_are_deepinfers() -> None:

@@ -8,15 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafting import drafts
-from toy import EOS, VOCAB, greedy_twin, history_logits, make_table, random_prompt, run, tokens, toy_engine
 
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.environ import rearm
-from deepinfer_jax.engine.handover import SequenceState
-from deepinfer_jax.engine.outputs import RequestOutput, answer_ids, answer_text
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.handover.sequence_state import SequenceState
+from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_ids, answer_text
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.sampling import plain_rows, sample
+from tests.support.drafting import drafts
+from tests.support.toy import (
+    EOS,
+    VOCAB,
+    greedy_twin,
+    history_logits,
+    make_table,
+    random_prompt,
+    run,
+    tokens,
+    toy_engine,
+)
 
 TABLE = make_table()
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -209,7 +219,7 @@ def test_what_the_engines_eos_adds_counts_too() -> None:
     engine.add_request("u", "other", SamplingParams(temperature=0, max_tokens=4), [5])
     most = SamplingParams(logit_bias=dict.fromkeys(range(2, 64), 1.0), stop_token_ids=[0], min_tokens=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepinfer_jax.engine.sampling_params.MAX_EDITS", 63)
+        patch.setattr("deepinfer_jax.engine.requests.sampling_params.MAX_EDITS", 63)
         most = dataclasses.replace(most)
         with pytest.raises(ValueError, match="makes 64 changes of logits; at most 63"):
             engine.add_request("u", "r", most, [5])

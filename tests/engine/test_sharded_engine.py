@@ -1,34 +1,23 @@
 """The engine on several devices gives the tokens of `forward` on one."""
 
-import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-
-def run(mesh: str) -> dict[str, Any]:
-    script = Path(__file__).parent / "sharded_engine.py"
-    done = subprocess.run([sys.executable, str(script), mesh], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+from tests.support.children import run_child
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2x1", "1x4", "2x2"])
 def test_tokens_do_not_depend_on_the_mesh(mesh: str) -> None:
     data, expert = map(int, mesh.split("x"))
-    result = run(mesh)
+    result = run_child("sharded_engine", mesh)
     assert result["wrong"] == []
     assert result["repeated_from_cache"] == [True, True] and result["split"]
     assert result["preemptions"] > 0 and result["idle"] and result["compiled"] == 0
     assert result["devices"] == data * expert
-    assert result["indices_per_device"] == [1]  # every data index has its pools on devices of its own
+    assert result["indices_per_device"] == [1]  # every dp rank has its pools on devices of its own
     # No pool travels: the smallest, index keys of 11 blocks of 8 entries of 32 numbers, would be this large.
     sizes = {
         shape: math.prod(map(int, filter(None, re.sub(r"^\w+\[|\]$", "", shape).split(","))))

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from toy import (
+
+from deepinfer_jax.cache.pools import StateSpec
+from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.runtime.paged_model import Advanced, StepBatch
+from tests.support.toy import (
     NUM_STATES,
     TOY,
     VOCAB,
@@ -23,12 +29,6 @@ from toy import (
     toy_engine,
     write_rows,
 )
-
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.environ import env
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.runtime.text_model import Advanced, StepBatch
-from deepinfer_jax.state import StateSpec
 
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -93,7 +93,7 @@ def test_a_nan_in_the_cache_fails_one_request_and_the_next_computes_it_anew(wher
     assert ask(engine, prompt) == (right, 0, "length")
     assert ask(engine, other) == (greedy_twin(TABLE, other, 3), 0, "length")
     if where == "block":
-        block = engine._loop.scheduler._holders.blocks[0].match(key_of_first_block(engine))
+        block = engine._loop.scheduler._residents.blocks[0].match(key_of_first_block(engine))
         assert block is not None
         engine._loop.runner.poison([[block]], [[]])
     else:
@@ -110,7 +110,7 @@ def test_a_nan_in_the_cache_fails_one_request_and_the_next_computes_it_anew(wher
 
 def key_of_first_block(engine: LLMEngine) -> bytes:
     """Of the least recently used text."""
-    return next(iter(engine._loop.scheduler._holders.blocks[0]._block_of))
+    return next(iter(engine._loop.scheduler._residents.blocks[0]._block_of))
 
 
 def test_snapshots_that_are_given_up_are_overwritten() -> None:
@@ -137,7 +137,7 @@ def test_snapshots_that_are_given_up_are_overwritten() -> None:
 
 
 def test_a_snapshot_that_is_given_up_while_its_copy_is_in_flight_is_restored_right() -> None:
-    """One fits. What the first step of `new` leaves is booked when the plan that starts from the old is launched."""
+    """One fits. What the first step of `new` leaves is committed when the plan that starts from the old is launched."""
     size = snapshots_of(random_prompt(9))[0].nbytes
     engine = toy_engine(model=FragileModel(), snapshot_memory_bytes=size)
     prompt, new = random_prompt(8), random_prompt(12, seed=1)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from toy import random_prompt, run, tokens, toy_engine
 
 from deepinfer_jax.engine.environ import rearm
-from deepinfer_jax.engine.metrics import EngineCollector
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.engine.stats import EngineStats, log_line
+from deepinfer_jax.engine.metrics.prometheus import EngineCollector
+from deepinfer_jax.engine.metrics.stats import EngineStats, log_line
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import random_prompt, run, tokens, toy_engine
 
 PHASES = ("schedule", "launch", "wait", "process")
 
@@ -52,7 +52,7 @@ def test_queue_time_counts_from_the_arrival_that_the_caller_gives() -> None:
 
 def test_throughput_is_of_the_window_after_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("deepinfer_jax.engine.stats.time.perf_counter", lambda: now)
+    monkeypatch.setattr("deepinfer_jax.engine.metrics.stats.time.perf_counter", lambda: now)
     stats = EngineStats(num_drafts=0)
     assert stats.throughput() == (0.0, 0.0)
     for prompt, generation in [(1000, 50), (20, 4), (0, 6)]:
@@ -83,7 +83,7 @@ def test_a_line_is_logged_every_so_many_steps_with_the_figures_of_that_step(
     rearm()
     for i in range(8):
         engine.add_request("u", str(i), SamplingParams(max_tokens=3, ignore_eos=True), [5, 6, 7])
-    with caplog.at_level(logging.INFO, "deepinfer_jax.engine.engine"):
+    with caplog.at_level(logging.INFO, "deepinfer_jax.engine.llm_engine"):
         run(engine)
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == [f"step {n}" for n in range(3, engine.stats()["num_steps"] + 1, 3)]

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from toy import random_prompt, toy_engine
+
+from tests.support.toy import random_prompt, toy_engine
 
 
 def test_a_steady_decode_step_sends_at_most_64_bytes_per_sequence() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.engine.step_times import decode_times
+from deepinfer_jax.engine.drafts.step_times import decode_times
 from deepinfer_jax.scheduler import Bucket
 
 BUCKETS = [Bucket(2, 4, 8), Bucket(4, 4, 8)]

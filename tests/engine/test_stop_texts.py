@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax.engine.outputs import RequestOutput, answer_text
-from deepinfer_jax.engine.stop_texts import StopTexts
+from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_text
+from deepinfer_jax.engine.requests.stop_texts import StopTexts
 
 
 def decode(ids: list[int]) -> str:

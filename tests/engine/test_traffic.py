@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import greedy_twin, make_table, random_prompt, sampled_twin, toy_engine
 
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.outputs import RequestOutput
-from deepinfer_jax.engine.sampling_params import SamplingParams
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.toy import greedy_twin, make_table, random_prompt, sampled_twin, toy_engine
 
 TABLE = make_table()
 

@@ -5,16 +5,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from dummy_kind import DummyKindModel, dummy_kind_twin
-from test_data_parallel import served
-from toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens
-from toy_grammar import constrained_twin, grammar_parts
-from varlen import DRAFTS, random_choice, variables, varlen_engine
 
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.sampling_params import SamplingParams
-from deepinfer_jax.scheduler import VerificationPolicy
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.scheduler import DraftPolicy
+from tests.engine.test_data_parallel import served
+from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
+from tests.support.toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens
+from tests.support.toy_grammar import constrained_twin, grammar_parts
+from tests.support.varlen_engine import DRAFTS, random_choice, variables, varlen_engine
 
 TABLE = make_table()
 
@@ -93,7 +93,7 @@ def test_the_policy_learns_and_its_figures_are_in_the_statistics() -> None:
     assert 0.3 < stats["predicted_acceptance"][0] < 0.7 and 0.5 < stats["real_acceptance"][0] < 0.95
     assert stats["verification_slope_ms"] >= 0
     policy = engine._loop.scheduler.verification
-    assert isinstance(policy, VerificationPolicy) and policy.acceptance.judged[0] > 20
+    assert isinstance(policy, DraftPolicy) and policy.acceptance.judged[0] > 20
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_constrained_requests_give_what_each_gives_alone(overlap: str) -> None:
     grammar = {"schema_type": "regex", "schema": "(ab|c[0-9]{1,2})+x?"}
     with (
         variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE=str(DRAFTS), ZERO_OVERHEAD_SCHEDULING=overlap),
-        mock.patch("deepinfer_jax.engine.engine.load_parts", grammar_parts),
+        mock.patch("deepinfer_jax.engine.llm_engine.load_parts", grammar_parts),
     ):
         engine = LLMEngine(EngineArgs(model="toy", disable_log_stats=True, max_num_seqs=6, tokens_per_block=4))
     random_choice(engine)
@@ -168,7 +168,7 @@ def test_constrained_requests_give_what_each_gives_alone(overlap: str) -> None:
 
 @pytest.mark.slow
 def test_two_data_indices_verify_each_its_own() -> None:
-    found = served("two_devices_varlen.py")
+    found = served("two_devices_varlen")
     assert found["data_indices"] == [0, 1] and found["steps_by_size"].keys() == {"10", "24"}
     for i in range(12):
         assert found["tokens"][str(i)] == greedy_twin(TABLE, random_prompt(1 + 3 * i % 23, seed=i), 2 + i % 9)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from real_model import generate, long_golden_a, requests, what_forward_says
-from varlen import random_choice, variables
 
 from deepinfer_jax import LLM
+from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
+from tests.support.varlen_engine import random_choice, variables
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"  # no rounding can flip a token

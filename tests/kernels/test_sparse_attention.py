@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import brute_force
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from deepinfer_jax.kernels import formats
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attention, triton
 from deepinfer_jax.kernels.sparse_attention.shapes import SMALL, Shape
+from tests.support.attention_oracle import brute_force
 
 CHOICES = {"reference": KernelChoice(), "triton": KernelChoice(sparse_attention="triton", interpret=True)}
 

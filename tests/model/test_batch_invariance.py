@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from golden import model
-from small import small_config, small_params
 
 from deepinfer_jax import Cache, ModelConfig, Params, draft, forward, init_cache
+from deepinfer_jax.cache.pools import CacheShape, init_pools
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.runtime.text_model import StepBatch, TextModel
-from deepinfer_jax.state import CacheShape, init_pools
+from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
+from tests.support.golden import model
+from tests.support.small_model import small_config, small_params
 
 Array = npt.NDArray[Any]
 
@@ -173,7 +173,7 @@ def test_drafts_have_the_same_bits_in_any_batch() -> None:
 def test_a_paged_cache_gives_the_bits_of_a_dense_one_at_any_table_width(packed: bool) -> None:
     """Blocks of 8 tokens in no order, between those of a neighbour; chunks of 16 and then tokens one by one."""
     config, params = weights("small", "reference")
-    text_model = TextModel(config, "reference", INVARIANT, packed=packed)
+    text_model = PagedModel(config, "reference", INVARIANT, packed=packed)
     shape = CacheShape(data=1, slots=3, blocks=24, tokens_per_block=8)
     mine, other = prompts(config.text.vocab_size)[:2]
     order = np.random.default_rng(2).permutation(24).astype(np.int32)

@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import GOLDEN
-from small import small_config, small_params
 
 from deepinfer_jax import init_cache
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.cache import CacheView
-from deepinfer_jax.config import TextConfig, parse_config
+from deepinfer_jax.cache.dense import CacheView
+from deepinfer_jax.cache.pools import CacheShape, init_pools
+from deepinfer_jax.config.model_config import TextConfig, parse_config
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model import attention
 from deepinfer_jax.model.bounded_replay import Mode, Replay, first_consumer, replay_problem
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.runtime.text_model import Advanced, StepBatch, TextModel
-from deepinfer_jax.state import CacheShape, init_pools
+from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
+from tests.support.golden import GOLDEN
+from tests.support.small_model import small_config, small_params
 
 WINDOW = small_config().text.sliding_window
 KEEP = WINDOW + 4
@@ -40,7 +40,7 @@ RELEASED = parse_config(json.loads((GOLDEN.parent / "configs" / "released.json")
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def advance(model: TextModel, params: Any, cache: Any, batch: StepBatch) -> Advanced:
+def advance(model: PagedModel, params: Any, cache: Any, batch: StepBatch) -> Advanced:
     return model.advance(params, cache, batch)
 
 
@@ -64,7 +64,7 @@ def places_of(row: int, length: int) -> np.ndarray:
 def features(precision: str) -> jax.Array:
     """The rows that they name."""
     rows = np.random.default_rng(7).standard_normal((4, small_config().text.hidden_size))
-    return jnp.asarray(rows, arithmetic(small_config(), precision).dtype)
+    return jnp.asarray(rows, precision_policy(small_config(), precision).dtype)
 
 
 def poisoned(array: jax.Array) -> jax.Array:
@@ -97,13 +97,13 @@ def run(
     kernels: KernelChoice = INVARIANT,
     packed: bool = True,
 ) -> Run:
-    """Feeds the prompts in chunks, some rows sitting steps out, then decodes; sequence i has data index i % 2.
+    """Feeds the prompts in chunks, some rows sitting steps out, then decodes; sequence i has dp rank i % 2.
 
     Some have an image.
 
     The pools are poisoned before: what consumers leave out of their windows is never read.
     """
-    exact = TextModel(small_config(), precision, kernels, packed=packed)
+    exact = PagedModel(small_config(), precision, kernels, packed=packed)
     model = dataclasses.replace(exact, replay=None if mode is None else Replay(mode, keep))
     count, rows = len(lengths), SHAPE.slots
     blocks = np.random.default_rng(1).permutation(SHAPE.blocks)[: rows * WIDTH].reshape(rows, WIDTH).astype(np.int32)
@@ -189,7 +189,7 @@ def test_compact_gives_the_bits_of_mask_after_steps_in_which_no_row_or_only_some
 
 def test_a_step_in_which_no_row_keeps_anything_runs_no_consumer_layer() -> None:
     """Whose weights are NaN here: those of the layers after P, and the final norm."""
-    model = TextModel(small_config(), "float32_exact", PLAIN, replay=Replay("compact", KEEP))
+    model = PagedModel(small_config(), "float32_exact", PLAIN, replay=Replay("compact", KEEP))
     params, first = small_params("float32_exact"), 2
     layers = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params.layers[first + 1 :])
     broken = dataclasses.replace(
@@ -198,7 +198,7 @@ def test_a_step_in_which_no_row_keeps_anything_runs_no_consumer_layer() -> None:
     cache = init_pools(model.state(SHAPE.tokens_per_block), SHAPE)
 
     def step(kept_from: list[int]) -> Advanced:
-        """One row for each data index."""
+        """One row for each dp rank."""
         rows = np.zeros((2, 1), np.int32)
         tokens = tokens_of(0, CHUNK)[:CHUNK]
         tables = np.broadcast_to(np.arange(WIDTH, dtype=np.int32), (2, 1, WIDTH))
@@ -286,16 +286,16 @@ def test_mask_is_the_model_whose_consumers_see_no_key_before_the_kept_rows(monke
         return jnp.asarray(np.stack(heads)[None], jnp.float32)
 
     monkeypatch.setattr(attention, "sparse_attention", attend)
-    arith = arithmetic(small_config(), "float32_exact")
+    policy = precision_policy(small_config(), "float32_exact")
     view = CacheView(
         init_cache(small_config(), 1, length, precision="float32_exact"),
         jnp.asarray([length]),
         length,
         small_config(),
-        arith,
+        policy,
     )
     images = {"places": jnp.asarray(places_of(0, length))[None], "features": features("float32_exact")}
-    arguments = params, tokens[None], view, small_config(), arith, Probe((), ()), PLAIN
+    arguments = params, tokens[None], view, small_config(), policy, Probe((), ()), PLAIN
     wanted = np.asarray(hidden_states(*arguments, **images))[0]
     monkeypatch.undo()
     assert layer == text.num_hidden_layers

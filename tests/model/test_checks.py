@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import Array, model
-from small import small_config, small_params
 
 from deepinfer_jax import Cache, ForwardOutput, draft, forward, init_cache
 from deepinfer_jax.model.checks import check_inputs
+from tests.support.golden import Array, model
+from tests.support.small_model import small_config, small_params
 
 EXACT = "float32_exact"
 VOCAB = small_config().text.vocab_size

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import LAYER_KEYS, Array, Case, as_float32, model, same_picks, worst
 
 from deepinfer_jax import Cache, ForwardOutput, ModelConfig, Params, forward, init_cache
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
+from tests.support.golden import LAYER_KEYS, Array, Case, as_float32, model, same_picks, worst
 
 LONGEST = 40
 ROWS = np.arange(1, LONGEST + 1)  # length of each row

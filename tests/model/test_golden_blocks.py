@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import run_blocks
-from golden import MODES, Array, Case, as_float32, model, same_picks, visible_entries, worst
-from replay import cache_array
 
 from deepinfer_jax import forward
-from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model.embedding import embed_tokens, merge_images, places_of
+from tests.support.blocks import run_blocks
+from tests.support.golden import MODES, Array, Case, as_float32, model, same_picks, visible_entries, worst
+from tests.support.replay import cache_array
 
 LOW = [
     Case("A_s28", "short", "fp8"),
@@ -190,7 +190,9 @@ def test_an_unquantised_checkpoint_holds_the_same_numbers() -> None:
     config, plain = model("A_s28/bf16", "float32_exact")
     for mine, theirs in zip(jax.tree.leaves(quantised), jax.tree.leaves(plain), strict=True):
         assert np.array_equal(mine, theirs)
-    assert arithmetic(config, "reference") == arithmetic(config, "bf16")  # nothing to quantise activations for
+    assert precision_policy(config, "reference") == precision_policy(
+        config, "bf16"
+    )  # nothing to quantise activations for
 
 
 @pytest.mark.slow
@@ -208,9 +210,9 @@ def test_an_unquantised_checkpoint_gives_the_same_logits_in_bf16() -> None:
 def test_image_rows_are_merged_exactly_in_every_precision(precision: str) -> None:
     case = Case("A_s28", "img", MODES[precision])
     config, params = model("A_s28", precision)
-    arith = arithmetic(config, precision)
+    policy = precision_policy(config, precision)
     assert params.vision is not None
-    embedded = embed_tokens(jnp.array(case.tokens[:, : case.prefill_length]), params, arith)
+    embedded = embed_tokens(jnp.array(case.tokens[:, : case.prefill_length]), params, policy)
     places = places_of(jnp.array(case.token_types))
-    merged = merge_images(embedded, places, case.image_embeds, params.vision, arith)
+    merged = merge_images(embedded, places, case.image_embeds, params.vision, policy)
     assert np.array_equal(as_float32(merged), case.get("embed"))

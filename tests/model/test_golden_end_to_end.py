@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from golden import Case, model, same_picks, visible_entries, worst
-from replay import cache_array, replay
+
+from tests.support.golden import Case, model, same_picks, visible_entries, worst
+from tests.support.replay import cache_array, replay
 
 # Logits have a standard deviation of about 1. Two independent implementations differ by 7.3e-6 (float32_exact) and
 # 1.4e-5 (float32) because fp32 sums have no agreed order; 1e-4 is the line that issue 2 draws above that.

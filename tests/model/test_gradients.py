@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import deepinfer_jax.cache
+import deepinfer_jax.cache.dense
 import deepinfer_jax.model.attention
 import deepinfer_jax.model.indexer
 from deepinfer_jax import ModelConfig, Params, forward, load_config, load_params
@@ -131,8 +131,8 @@ def identity_plus_constant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return lambda x: x + lax.stop_gradient(quantiser(x) - x)
 
     for module, name in (
-        (deepinfer_jax.cache, "fake_quant_fp4_kv"),
-        (deepinfer_jax.cache, "fake_quant_fp4_index"),
+        (deepinfer_jax.cache.dense, "fake_quant_fp4_kv"),
+        (deepinfer_jax.cache.dense, "fake_quant_fp4_index"),
         (deepinfer_jax.model.attention, "fake_quant_fp8"),
         (deepinfer_jax.model.indexer, "fake_quant_fp4_index"),
     ):

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import small_config, small_params
 
 from deepinfer_jax import Params, init_cache
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.cache import Cache, CacheView
+from deepinfer_jax.cache.dense import Cache, CacheView
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.tiling import map_time
 from deepinfer_jax.model import indexer
 from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
+from tests.support.small_model import small_config, small_params
 
 BATCH, TIME = 2, 31  # at ratio 1 more entries than picks, and more blocks than candidates
 PICKS = tuple(f"layers.{layer}.attention.index_picks" for layer in (1, 2, 3))
@@ -29,9 +29,9 @@ def advance(
 ) -> tuple[jax.Array, Cache, dict[str, jax.Array]]:
     """Hidden states, cache and picks. Not jitted as `forward` is, so that each test compiles a program of its own."""
     config, (batch, time) = small_config(), tokens.shape
-    arith, probe = arithmetic(config, params.precision), Probe(PICKS, ())
-    view = CacheView(cache, jnp.full(batch, time), time, config, arith, in_order=kernels.batch_invariant)
-    hidden = hidden_states(params, tokens, view, config, arith, probe, kernels)
+    policy, probe = precision_policy(config, params.precision), Probe(PICKS, ())
+    view = CacheView(cache, jnp.full(batch, time), time, config, policy, in_order=kernels.batch_invariant)
+    hidden = hidden_states(params, tokens, view, config, policy, probe, kernels)
     return hidden, view.finish(), probe.captured
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from golden import GOLDEN, MODES
 
 from deepinfer_jax import Params, draft, forward, init_cache, load_config
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import Leaf, build_leaf, leaf_form
-from deepinfer_jax.layout import ParamSpec, layout
+from deepinfer_jax.weights.layout import ParamSpec, layout
+from tests.support.golden import GOLDEN, MODES
 
 FOLDER = GOLDEN / "A_s28"
 BATCH, PROMPT = 2, 6

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax import ModelConfig, forward, init_cache, init_params
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.cache import DenseIndexKeys
+from deepinfer_jax.cache.dense import DenseIndexKeys
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config.model_config import parse_config
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model import indexer as indexer_module
 from deepinfer_jax.model.embedding import embed_tokens
 from deepinfer_jax.model.engram import engram
@@ -26,9 +26,9 @@ from deepinfer_jax.model.indexer import candidate_blocks, entries_of_blocks, ind
 from deepinfer_jax.model.moe import expert_scores
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import frequencies, rotation
-from deepinfer_jax.params import Engram, Experts, HyperConnection, Indexer, MoE
 from deepinfer_jax.tokenization import engram_multipliers, engram_primes
 from deepinfer_jax.tokenization.engram_hash import DEAD, ngram_rows, ngram_windows
+from deepinfer_jax.weights.params import Engram, Experts, HyperConnection, Indexer, MoE
 
 Array = npt.NDArray[Any]
 
@@ -147,7 +147,7 @@ def test_ids_outside_the_vocabulary_embed_as_zeros() -> None:
     params = init_params(config, jax.random.key(0), precision="float32_exact")
     vocab = config.text.vocab_size
     ids = jnp.array([[-1, 0, vocab - 1, vocab, vocab + 4, -vocab]])
-    found = np.asarray(embed_tokens(ids, params, arithmetic(config, "float32_exact")))[0]
+    found = np.asarray(embed_tokens(ids, params, precision_policy(config, "float32_exact")))[0]
     assert np.array_equal(found[1:3], params.embed[jnp.array([0, vocab - 1])])
     assert not found[[0, 3, 4, 5]].any()
 
@@ -243,11 +243,11 @@ def test_frequencies_are_float32_reciprocals_of_float32_powers() -> None:
 def test_cos_and_sin_stay_exact_up_to_the_last_of_a_million_positions(compressed: bool) -> None:
     text = released_text()
     positions = np.concatenate([np.arange(0, 2**20, 997), np.arange(2**20 - 64, 2**20)]).astype(np.int32)
-    by = rotation(text, jnp.asarray(positions), compressed)
+    rope = rotation(text, jnp.asarray(positions), compressed)
     angles = (positions.astype(np.float32)[:, None] * frequencies(text, compressed)).astype(np.float64)
     # Half a unit in the last place of 1 is 3e-8.
-    np.testing.assert_allclose(by.cos, np.cos(angles), atol=1e-7)
-    np.testing.assert_allclose(by.sin, np.sin(angles), atol=1e-7)
+    np.testing.assert_allclose(rope.cos, np.cos(angles), atol=1e-7)
+    np.testing.assert_allclose(rope.sin, np.sin(angles), atol=1e-7)
 
 
 # ---- amax floors of the cache quantisers (model.md §2.4, T9)
@@ -332,12 +332,12 @@ def test_candidates_are_the_best_blocks_with_the_newest_one_pinned(scores: list[
 def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ_n relu(q_n·I_j)·w_n, the relu before the signed head sum (T16), in tiles of the time axis as at once."""
     config = two_layers(index_n_heads=3)
-    text, arith = config.text, arithmetic(config, precision)
+    text, policy = config.text, precision_policy(config, precision)
     rng = np.random.default_rng(0)
     batch, time, entries = 2, 7, 11
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), arith.dtype)
+        return jnp.asarray(rng.standard_normal(shape), policy.dtype)
 
     latent, x = draw(batch, time, text.q_lora_rank), draw(batch, time, text.hidden_size)
     keys = DenseIndexKeys(draw(batch, entries, text.index_head_dim))
@@ -349,12 +349,12 @@ def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, mon
     still = rotation(text, jnp.zeros((batch, time), jnp.int32), compressed=True)
 
     def scores() -> Array:
-        query, weights = index_query(latent, x, indexer, still, text, arith)
-        return np.asarray(index_scores(query, weights, keys, visible, arith), np.float32)
+        query, weights = index_query(latent, x, indexer, still, text, policy)
+        return np.asarray(index_scores(query, weights, keys, visible, policy), np.float32)
 
     whole = scores()
     # fp32 products of 32 terms may be summed in another order; FP4 keys and queries have exact products.
-    slack = 0.0 if arith.quantize_cache else 2e-6 * float(np.abs(whole[whole > -np.inf]).max())
+    slack = 0.0 if policy.quantize_cache else 2e-6 * float(np.abs(whole[whole > -np.inf]).max())
     for rows in (1, 3):  # the last tile of 3 is padded
         monkeypatch.setattr(indexer_module, "PRODUCT_BYTES", rows * batch * text.index_n_heads * entries * 4)
         np.testing.assert_allclose(scores(), whole, rtol=0, atol=slack)
@@ -455,7 +455,7 @@ def test_engram_gate_has_its_floor_and_keeps_the_sign(size: float) -> None:
         k_weight=jnp.ones((streams, hidden)),
     )
     rows = jnp.zeros((1, 1, width // text.engram_head_dim), jnp.int32).at[0, 0, 0].set(1)
-    found = engram(jnp.asarray(h), rows, params, None, text, arithmetic(tiny_config(), "float32_exact"))
+    found = engram(jnp.asarray(h), rows, params, None, text, precision_policy(tiny_config(), "float32_exact"))
     wide = h[0, 0].astype(np.float64)
     d = size * (wide * key).sum(-1) / np.sqrt((wide**2).mean(-1) * (key.astype(np.float64) ** 2).mean(-1)) / hidden**0.5
     gate = 1 / (1 + np.exp(-np.copysign(np.sqrt(np.maximum(np.abs(d), 1e-6)), d)))

@@ -10,7 +10,7 @@ import pytest
 
 from deepinfer_jax import draft, forward, init_cache, init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import ModelConfig, parse_config
+from deepinfer_jax.config.model_config import ModelConfig, parse_config
 
 TOKENS = np.array([[1, 2, 3]])
 

@@ -1,22 +1,18 @@
 """State that leaves a slot and its blocks and comes back elsewhere is the same state, of every kind."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import small_config, small_params
-from stepping import Stepping
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.runtime.text_model import TextModel
-from deepinfer_jax.state import CacheShape
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from dummy_kind import DummyKindModel
-from toy import make_table
+from deepinfer_jax.runtime.paged_model import PagedModel
+from tests.support.dummy_kind import DummyKindModel
+from tests.support.small_model import small_config, small_params
+from tests.support.stepping import Stepping
+from tests.support.toy import make_table
 
 SHAPE = CacheShape(data=1, slots=3, blocks=20, tokens_per_block=8)
 OWN, OTHER = [3, 14, 15, 9, 2, 6, 5, 0], [1, 4, 7, 10, 11, 12, 13, 8]
@@ -32,7 +28,7 @@ LENGTHS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 18, 31, 32, 33, 40]
 def stepping(precision: str, packed: bool = True, shape: CacheShape = SHAPE) -> Stepping:
     if precision == "dummy":
         return Stepping(DummyKindModel(), jnp.asarray(make_table()), shape)
-    model = TextModel(small_config(), precision, KernelChoice(), packed=packed)  # type: ignore[arg-type]
+    model = PagedModel(small_config(), precision, KernelChoice(), packed=packed)  # type: ignore[arg-type]
     return Stepping(model, small_params(precision), shape)
 
 

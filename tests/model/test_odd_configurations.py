@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
-from golden import same_picks, worst
 
 from deepinfer_jax import ModelConfig, draft, forward, init_cache, init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.tokenization import engram_primes
+from tests.support.golden import same_picks, worst
 
 Array = npt.NDArray[Any]
 

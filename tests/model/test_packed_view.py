@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import small_config, small_params
-from stepping import Stepping
 
-from deepinfer_jax.config import Precision
+from deepinfer_jax.cache.pools import CacheShape
+from deepinfer_jax.config.model_config import Precision
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.runtime.text_model import StepBatch, TextModel
-from deepinfer_jax.state import CacheShape
+from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
+from tests.support.small_model import small_config, small_params
+from tests.support.stepping import Stepping
 
 DATA, SEQUENCES, DRAFTS = 2, 2, 3
-ROWS = 6  # of a packed step, per data index: fewer than SEQUENCES * (1 + DRAFTS)
+ROWS = 6  # of a packed step, per dp rank: fewer than SEQUENCES * (1 + DRAFTS)
 SHAPE = CacheShape(data=DATA, slots=3, blocks=26, tokens_per_block=8, rollback=DRAFTS)
 WIDTH = 6
 TEXTS = np.random.default_rng(5).integers(3, 190, (DATA, SEQUENCES, 64)).astype(np.int32)
@@ -67,7 +67,7 @@ def two_ways(precision: Precision, invariant: bool, seed: int = 0) -> tuple[list
     Each step computes the next tokens of a sequence and junk behind them, which is then taken back.
     """
     kernels = dataclasses.replace(KernelChoice(), batch_invariant=invariant)
-    model = TextModel(small_config(), precision, kernels)
+    model = PagedModel(small_config(), precision, kernels)
     ways = [Stepping(model, small_params(precision), SHAPE, clean=True) for _ in range(2)]
     for way in ways:
         way.cache = jax.tree.map(lambda array: jnp.full_like(array, POISON[array.dtype.name]), way.cache)

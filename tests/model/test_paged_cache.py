@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import small_config, small_params
 
 from deepinfer_jax import forward, init_cache
-from deepinfer_jax.arithmetic import arithmetic
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.cache.paged import PagedCache, paged_state, state_specs
+from deepinfer_jax.cache.paged_view import PagedView
+from deepinfer_jax.cache.pools import CacheShape, init_pools
+from deepinfer_jax.config.model_config import parse_config
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.formats import fake_quant_fp8, pack_fp8, unpack_fp8
 from deepinfer_jax.model.forward import compute_logits, hidden_states
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.paged_cache import PagedCache, paged_state, state_specs
-from deepinfer_jax.paged_view import PagedView
-from deepinfer_jax.state import CacheShape, init_pools
+from tests.support.small_model import small_config, small_params
 
 TOKENS_PER_BLOCK, WIDTH, SLOTS, BLOCKS = 4, 12, 3, 30
 PREFILL = 16  # tokens of the one prefill shape; decode steps have one
@@ -44,10 +44,10 @@ def step(
     time: int,
 ) -> tuple[jax.Array, PagedCache]:
     config = small_config()
-    arith = arithmetic(config, precision)
-    view = PagedView(cache, tables, slots, starts, lengths, time, config, arith)
+    policy = precision_policy(config, precision)
+    view = PagedView(cache, tables, slots, starts, lengths, time, config, policy)
     flat = tokens.reshape(-1, time)
-    hidden = hidden_states(params, flat, view, config, arith, Probe((), ()), KernelChoice())
+    hidden = hidden_states(params, flat, view, config, policy, Probe((), ()), KernelChoice())
     return compute_logits(params, hidden), view.finish()
 
 
@@ -67,7 +67,7 @@ def run_paged(
 ) -> list[np.ndarray]:
     """Logits of each sequence, float32 [tokens, vocab]. steps: new tokens of each sequence, 0 for an idle row.
 
-    Sequence i is row i // data of data index i % data, in a slot and blocks drawn at random.
+    Sequence i is row i // data of dp rank i % data, in a slot and blocks drawn at random.
     """
     count = len(steps[0])
     rows = count // data

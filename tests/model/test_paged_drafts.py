@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import Case, model, worst
-from stepping import Stepping
-from test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.runtime.text_model import Drafted, StepModel, TextModel
-from deepinfer_jax.state import CacheShape
+from deepinfer_jax.runtime.paged_model import Drafted, PagedModel, StepModel
+from tests.model.test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
+from tests.support.golden import Case, model, worst
+from tests.support.stepping import Stepping
 
 SLOT, CHUNK = 3, 16
 BLOCKS = [7, 2, 9, 4, 11]  # of 16 tokens, in any order
@@ -54,7 +54,7 @@ def test_drafts_of_golden_b_too(case: Case, row: int) -> None:
 def check(case: Case, row: int) -> None:
     config, params = model(case.folder, "float32_exact")
     block = config.text.dspark_block_size
-    text_model = TextModel(config, "float32_exact", KernelChoice())
+    text_model = PagedModel(config, "float32_exact", KernelChoice())
     shape = CacheShape(data=1, slots=5, blocks=13, tokens_per_block=16, rollback=block)
     on = Stepping(text_model, params, shape)  # full of NaN where nothing was written
     tokens, start = case.tokens[row], case.prefill_length

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import small_config, small_params
-from stepping import Stepping
 
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.runtime.text_model import StepBatch, TextModel
-from deepinfer_jax.state import CacheShape
+from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
+from tests.support.small_model import small_config, small_params
+from tests.support.stepping import Stepping
 
 BLOCKS = [3, 14, 15, 9, 2, 6, 5, 0]
 TEXT = np.random.default_rng(0).integers(4, 59, 64).astype(np.int32)
@@ -40,7 +40,7 @@ CASES = [
 
 def stepping(kernels: str, precision: str, rollback: int, *, clean: bool = False) -> Stepping:
     shape = CacheShape(data=1, slots=3, blocks=20, tokens_per_block=8, rollback=rollback)
-    model = TextModel(small_config(), precision, KERNELS[kernels])  # type: ignore[arg-type]
+    model = PagedModel(small_config(), precision, KERNELS[kernels])  # type: ignore[arg-type]
     params = small_params(precision)
     params = dataclasses.replace(params, embed=params.embed.at[BAD].set(np.nan))
     return Stepping(model, params, shape, clean=clean)

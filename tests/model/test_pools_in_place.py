@@ -6,20 +6,20 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import pytest
-from small import small_config, small_params
 
-from deepinfer_jax.config import Precision
+from deepinfer_jax.cache.paged import paged_state
+from deepinfer_jax.cache.pools import CacheShape, init_pools
+from deepinfer_jax.config.model_config import Precision
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import Replay
-from deepinfer_jax.paged_cache import paged_state
 from deepinfer_jax.runtime.aot import copied_pools
+from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.slot_table import init_slot_table
-from deepinfer_jax.runtime.state_programs import WRITES, Move, move_input_shapes, move_program
+from deepinfer_jax.runtime.state_ops import WRITES, StateOp, state_op_input_shapes, state_op_program
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.steps import StepState
-from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket
-from deepinfer_jax.state import CacheShape, init_pools
+from tests.support.small_model import small_config, small_params
 
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
@@ -35,7 +35,7 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
     ],
 )
 def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: Replay | None) -> None:
-    model = TextModel(small_config(), "reference", KernelChoice(), replay=replay)
+    model = PagedModel(small_config(), "reference", KernelChoice(), replay=replay)
     shape = dataclasses.replace(SHAPE, rollback=num_drafts)
     program, arguments = step_program(model, kind, shape, bucket, "cpu", feature_rows=13 if kind == "prefill" else 0)
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
@@ -51,15 +51,15 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: 
 
 @pytest.mark.parametrize("precision", ["float32", "reference"])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("move", get_args(Move))
-def test_no_move_copies_a_pool(move: Move, packed: bool, precision: Precision) -> None:
-    model = TextModel(small_config(), precision, KernelChoice(), packed=packed)
+@pytest.mark.parametrize("move", get_args(StateOp))
+def test_no_move_copies_a_pool(move: StateOp, packed: bool, precision: Precision) -> None:
+    model = PagedModel(small_config(), precision, KernelChoice(), packed=packed)
     shape, width = dataclasses.replace(SHAPE, rollback=3), 8
     cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
     state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width, model.vocab_size)))
     params = jax.eval_shape(lambda: small_params.__wrapped__(precision))  # a cached call would keep tracers
-    program = jax.jit(move_program(model, move, shape), donate_argnums=1 if move in WRITES else ())
-    compiled = program.lower(params, state, *move_input_shapes(model, move, shape, width)).compile()
+    program = jax.jit(state_op_program(model, move, shape), donate_argnums=1 if move in WRITES else ())
+    compiled = program.lower(params, state, *state_op_input_shapes(model, move, shape, width)).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and copied_pools(text, cache) == []
     if move in WRITES:

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import Array, Case, worst
-from replay import replay
-from small import small_config, small_params
 
 from deepinfer_jax import ForwardOutput, forward, init_cache
 from deepinfer_jax.model.probe import capture_names, resolve_captures
+from tests.support.golden import Array, Case, worst
+from tests.support.replay import replay
+from tests.support.small_model import small_config, small_params
 
 EXACT = "float32_exact"
 TOKENS = np.random.default_rng(0).integers(3, 180, (2, 12))

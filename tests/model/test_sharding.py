@@ -1,8 +1,5 @@
 """Parameters on a mesh: placement by rule, the same logits and picks, errors that name tensor and rule."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +8,17 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from deepinfer_jax import load_config
-from deepinfer_jax.layout import ParamSpec, param_specs
-from deepinfer_jax.sharding import ShardingRules, auto_mesh, param_sharding, placed_shape
+from deepinfer_jax.weights.layout import ParamSpec, param_specs
+from deepinfer_jax.weights.sharding import ShardingRules, auto_mesh, param_sharding, placed_shape
+from tests.support.children import run_child
 
 TESTS = Path(__file__).parents[1]
-
-
-def child(what: str) -> Any:
-    command = [sys.executable, str(Path(__file__).with_name("sharded.py")), what]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "experts"), [("1x8", 1), ("2x4", 2)])
 def test_golden_a_is_the_same_on_eight_devices(shape: str, experts: int) -> None:
-    found = child(shape)
+    found = run_child("sharded_forward", shape)
     assert found["devices"] == 8
     assert found["experts_per_device"] == [experts]
     assert found["different"] == []
@@ -36,7 +27,7 @@ def test_golden_a_is_the_same_on_eight_devices(shape: str, experts: int) -> None
 
 @pytest.mark.slow
 def test_number_of_devices_changes_no_bit_of_the_expert_sum() -> None:
-    assert child("experts") == {"4": True, "96": True}
+    assert run_child("sharded_forward", "experts") == {"4": True, "96": True}
 
 
 def released(name: str) -> ParamSpec:

@@ -1,22 +1,22 @@
-"""The vision tower on the golden pictures in all precisions, and what padding, tiles and arguments may not change."""
+"""The vision tower on the golden images in all precisions, and what padding, tiles and arguments may not change."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import MODES, Array, Case, as_float32, model, worst
 
 import deepinfer_jax.model.vision
 from deepinfer_jax import Params, encode_image
-from deepinfer_jax.arithmetic import arithmetic
+from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model.vision import align, vision_tower
+from tests.support.golden import MODES, Array, Case, as_float32, model, worst
 
 GRIDS = ((4, 5), (3, 3))
-"""Rows and columns of patches of the two golden pictures."""
+"""Rows and columns of patches of the two golden images."""
 
 
 def picture(mode: str, index: int) -> tuple[Array, Array, Array]:
-    """(patches, after the tower, aligner rows) of a golden picture."""
+    """(patches, after the tower, aligner rows) of a golden image."""
     arrays = Case("A_s28", "img", mode).arrays
     patches, vit, embeds = (arrays[f"image{index}/{key}"] for key in ("patches", "vit", "embeds"))
     return patches.reshape(len(patches), -1), vit, embeds
@@ -40,16 +40,16 @@ def test_tower_and_aligner_are_the_golden_ones(precision: str, index: int) -> No
 
 
 def padded(params: Params, patches: Array, grid: tuple[int, int], room: int, num_features: int) -> tuple[Array, Array]:
-    """A picture among `room` patches and `num_features` rows, cut out again."""
+    """An image among `room` patches and `num_features` rows, cut out again."""
     config, vision = model("A_s28", "float32_exact")[0], params.vision
-    arith = arithmetic(config, params.precision)
+    policy = precision_policy(config, params.precision)
     more = np.full((room - len(patches), patches.shape[1]), 7, np.float32)  # whatever: nobody may look
 
     @jax.jit
     def run(patches: jax.Array, height: jax.Array, width: jax.Array) -> tuple[jax.Array, jax.Array]:
         assert vision is not None
-        vit = vision_tower(vision, patches, height, width, config.vision, arith)
-        return vit, align(vision, vit, height, width, num_features, config.vision, arith)
+        vit = vision_tower(vision, patches, height, width, config.vision, policy)
+        return vit, align(vision, vit, height, width, num_features, config.vision, policy)
 
     vit, embeds = run(np.concatenate([patches, more]), *grid)
     return as_float32(vit)[: len(patches)], as_float32(embeds)[: -(-grid[0] // 3) * -(-grid[1] // 3)]
@@ -77,8 +77,8 @@ def test_gradients_reach_pixels_and_weights_and_are_those_of_differences(monkeyp
 
     def loss(patches: jax.Array, bias: jax.Array) -> jax.Array:
         vision = params.vision.replace(patch_bias=bias)
-        vit = vision_tower(vision, patches, 4, 5, config.vision, arithmetic(config, "float32_exact"))
-        return jnp.sum(align(vision, vit, 4, 5, 4, config.vision, arithmetic(config, "float32_exact")) * weights)
+        vit = vision_tower(vision, patches, 4, 5, config.vision, precision_policy(config, "float32_exact"))
+        return jnp.sum(align(vision, vit, 4, 5, 4, config.vision, precision_policy(config, "float32_exact")) * weights)
 
     bias, step = params.vision.patch_bias, 1e-3
     by_patches, by_bias = jax.jit(jax.grad(loss, argnums=(0, 1)))(patches, bias)

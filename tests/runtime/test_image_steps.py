@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import load_config, load_params
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
+from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner, StepResult
-from deepinfer_jax.runtime.text_model import TextModel
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
-from deepinfer_jax.state import CacheShape
 from deepinfer_jax.tokenization import ImageTokenOffset
 
 FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
@@ -61,7 +61,7 @@ def features() -> Any:
 def runner() -> Runner:
     config = load_config(FOLDER)
     made = Runner(
-        TextModel(config, "float32_exact", KernelChoice()),
+        PagedModel(config, "float32_exact", KernelChoice()),
         load_params(FOLDER, config, precision="float32_exact"),
         buckets=BucketTable(decode=(DECODE,), prefill=(PREFILL,)),
         shape=CacheShape(data=1, slots=ROWS, blocks=ROWS * WIDTH, tokens_per_block=TOKENS_PER_BLOCK),
@@ -88,7 +88,7 @@ def where(slots: list[int], starts: list[int], ends: list[int], most: int) -> di
     count = len(slots)
     return {
         "sequences": [None] * count,
-        "data_index": np.zeros(count, np.int32),
+        "dp_rank": np.zeros(count, np.int32),
         "row": np.arange(count, dtype=np.int32),
         "slots": np.asarray(slots, np.int32),
         "first_new_block": np.asarray(first, np.int32),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import encode_image, load_config, load_params
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.model.vision import feature_count
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder, bucket_features, most_features, patch_buckets
 from deepinfer_jax.tokenization import ImageProcessor
@@ -52,15 +52,15 @@ def test_features_land_in_their_rows_and_nowhere_else() -> None:
     encoder.encode(patches[::-1], 5, 3, np.asarray([8, 0], np.int32))
     assert before.is_deleted() and encoder.compile_count == 1
     expected = np.zeros((70, CONFIG.text.hidden_size), np.float32)
-    for picture, grid, rows in ((patches, (3, 5), [69, 7]), (patches[::-1], (5, 3), [8, 0])):
-        _, embeds = encode_image(params, CONFIG, jnp.asarray(picture), *grid, precision="float32_exact")
+    for image, grid, rows in ((patches, (3, 5), [69, 7]), (patches[::-1], (5, 3), [8, 0])):
+        _, embeds = encode_image(params, CONFIG, jnp.asarray(image), *grid, precision="float32_exact")
         expected[rows] = embeds
     # XLA sums rows of 576 patches in another order than rows of 15.
     np.testing.assert_allclose(encoder.features, expected, atol=1e-5)
 
     for match, arguments in (
         (r"patches of a grid of 4 x 5 have shape \[15, 588\], expected \[20, 588\]", (4, 5, [0, 1, 2, 3])),
-        (r"rows has shape \[3\], but the picture has 2 features", (3, 5, [0, 1, 2])),
+        (r"rows has shape \[3\], but the image has 2 features", (3, 5, [0, 1, 2])),
         (r"rows 3 … 70 are not all in 0 … 69", (3, 5, [3, 70])),
         (r"rows -1 … 3 are not all in 0 … 69", (3, 5, [3, -1])),
     ):
@@ -70,5 +70,5 @@ def test_features_land_in_their_rows_and_nowhere_else() -> None:
     assert not np.asarray(encoder.features).any()
     encoder.close()
     encoder.close()
-    with pytest.raises(ValueError, match="60 rows of image features do not hold one picture"):
+    with pytest.raises(ValueError, match="60 rows of image features do not hold one image"):
         VisionEncoder(params.vision, CONFIG, precision="float32_exact", num_rows=most_features(CONFIG.vision) - 1)

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-from sampling_twin import brute_force_logprobs, make_rows, sample_jit
 
 from deepinfer_jax.sampling import MAX_EDITS, MIN_LOGPROB, Adjustments, SamplerOptions
+from tests.support.sampling_twin import brute_force_logprobs, make_rows, sample_jit
 
 VOCAB = 40
 RNG = np.random.default_rng(5)

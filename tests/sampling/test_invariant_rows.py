@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling_twin import make_rows
 
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.sampling import MAX_EDITS, Adjustments, DraftRows, Sampled, SamplingRows, draw_draft, sample
+from tests.support.sampling_twin import make_rows
 
 VOCAB, ROWS = 3000, 21
 RNG = np.random.default_rng(6)

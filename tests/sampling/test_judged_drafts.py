@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
 from deepinfer_jax.sampling import DraftRows, SamplingRows
+from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
 DRAWS, VOCAB = 50_000, 12
 

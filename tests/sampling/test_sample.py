@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, SamplingRows, random_words
+from tests.support.sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
 
 @settings(max_examples=150)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling_twin import assert_distributed, brute_force_logprobs
 
 from deepinfer_jax import SamplerState, forward, generate_tokens, init_params, sample_fn
 from deepinfer_jax.checkpoint.tiny_config import TINY
-from deepinfer_jax.config import parse_config
+from deepinfer_jax.config.model_config import parse_config
+from tests.support.sampling_twin import assert_distributed, brute_force_logprobs
 
 TINY_CONFIG = parse_config(TINY)
 DRAWS, VOCAB = 50_000, 12

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling_twin import assert_distributed, brute_force_logprobs, make_rows
 
 from deepinfer_jax.sampling import Adjustments, DraftRows, SamplingRows, draw_draft, sample
+from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, make_rows
 
 RUNS, VOCAB, TOKENS, DRAFTS = 60_000, 4, 4, 3
 START = 1  # the prompt

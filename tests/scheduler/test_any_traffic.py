@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from twin import EOS, Twin, imported, make_scheduler, make_sequence
 
 from deepinfer_jax.scheduler import Sequence, SequenceStatus, blocks_for
+from tests.support.scheduler_twin import EOS, Twin, imported, make_scheduler, make_sequence
 
 MAX_MODEL_LEN = 32
 

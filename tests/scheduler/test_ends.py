@@ -1,7 +1,8 @@
 """How sequences end before their time: aborted, failed or refused; each is told once and frees all."""
 
 import pytest
-from twin import Twin, endless, make_scheduler, prefilled
+
+from tests.support.scheduler_twin import Twin, endless, make_scheduler, prefilled
 
 
 @pytest.mark.parametrize("num_launches", range(7))

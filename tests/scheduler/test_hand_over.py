@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from twin import EOS, Twin, continuation, decoded, endless, imported, make_scheduler, prefilled
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, Imported, Sequence, SequenceStatus
+from tests.support.scheduler_twin import EOS, Twin, continuation, decoded, endless, imported, make_scheduler, prefilled
 
 PROMPTS_ONLY = BucketTable(decode=(), prefill=(Bucket(1, 8, 8),))
 

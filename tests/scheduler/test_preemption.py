@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from twin import Twin, continuation, decoded, endless, make_scheduler, make_sequence, prefilled
 
 from deepinfer_jax.scheduler import BlockManager, Bucket, BucketTable, Sequence, SequenceStatus
-from deepinfer_jax.scheduler.preemption import victims
+from deepinfer_jax.scheduler.preemption import select_preemptions
+from tests.support.scheduler_twin import Twin, continuation, decoded, endless, make_scheduler, make_sequence, prefilled
 
 
 def two_of_which_one_must_give_way(**limits: bool) -> tuple[Twin, Sequence, Sequence]:
@@ -53,16 +53,16 @@ def test_a_preempted_sequence_goes_on_with_the_decode_step_that_it_would_have_ha
     young = twin.add(endless(1, 4))
     while not young.num_preemptions:
         twin.step()
-    told = young.output_len
-    assert told and young.prefill_len == 4 + told - 1
+    reported = young.output_len
+    assert reported and young.prefill_len == 4 + reported - 1
     while young.status == SequenceStatus.WAITING:
         plan = twin.step()
-        assert young.output_len == told
+        assert young.output_len == reported
     assert plan.prefill is not None
     row = plan.prefill.sequences.index(young)
     assert (plan.prefill.completes[row], plan.prefill.samples[row]) == (True, False)
     assert young.num_tokens == len(young) - 1
-    assert decoded(twin.step()) == [1] and young.output_len > told
+    assert decoded(twin.step()) == [1] and young.output_len > reported
     twin.drain()
 
 
@@ -139,7 +139,7 @@ def test_nobody_new_overtakes_what_gave_way_in_the_same_plan() -> None:
     for seq_id, prompt_len in enumerate((24, 24, 8)):
         twin.add(endless(seq_id, prompt_len, max_tokens=1 if prompt_len == 24 else 9))
     first = twin.step()
-    assert first.prefill and first.prefill.data_index.tolist() == [0, 1, 0]
+    assert first.prefill and first.prefill.dp_rank.tolist() == [0, 1, 0]
     twin.step()
     twin.step()
     twin.add(endless(3, prompt_len=4, max_tokens=1))  # index 1 has a slot and two blocks for it
@@ -167,11 +167,11 @@ def test_a_sequence_that_would_free_nothing_is_passed_over() -> None:
     blocks = pool.allocate(6)
     sharing, alone, unneeded = holders_of(pool, [0, 1], [0, 2, 3], [4, 5])
     pool.free(blocks[2:])
-    assert victims(1, [sharing, alone, unneeded], pool) == [alone]  # 0 and 1 are held by others still
-    assert victims(3, [sharing, alone, unneeded], pool) == [alone, unneeded]
-    assert victims(2, [unneeded, alone, sharing], pool) == [unneeded]
-    assert victims(3, [unneeded, alone, sharing], pool) == [unneeded, alone]
-    assert victims(5, [sharing, alone, unneeded], pool) == []
+    assert select_preemptions(1, [sharing, alone, unneeded], pool) == [alone]  # 0 and 1 are held by others still
+    assert select_preemptions(3, [sharing, alone, unneeded], pool) == [alone, unneeded]
+    assert select_preemptions(2, [unneeded, alone, sharing], pool) == [unneeded]
+    assert select_preemptions(3, [unneeded, alone, sharing], pool) == [unneeded, alone]
+    assert select_preemptions(5, [sharing, alone, unneeded], pool) == []
 
 
 def test_what_two_share_is_free_when_both_have_let_it_go() -> None:
@@ -179,9 +179,9 @@ def test_what_two_share_is_free_when_both_have_let_it_go() -> None:
     blocks = pool.allocate(4)
     first, second = holders_of(pool, [0, 1, 2], [0, 1, 3])
     pool.free(blocks)
-    assert victims(1, [first, second], pool) == [first]
-    assert victims(2, [first, second], pool) == [first, second]
-    assert victims(4, [first, second], pool) == [first, second]
+    assert select_preemptions(1, [first, second], pool) == [first]
+    assert select_preemptions(2, [first, second], pool) == [first, second]
+    assert select_preemptions(4, [first, second], pool) == [first, second]
 
 
 @given(
@@ -202,7 +202,7 @@ def test_the_first_give_way_until_it_is_enough_but_nobody_in_vain(
         held = kept.union(*(s.block_table for s in candidates if s not in gone))
         return 6 - len(held)
 
-    chosen = victims(missing, candidates, pool)
+    chosen = select_preemptions(missing, candidates, pool)
     if num_free(candidates) < missing:
         assert chosen == []
         return

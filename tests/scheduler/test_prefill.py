@@ -1,9 +1,8 @@
 """Corners of the choice of chunks that traffic reaches rarely."""
 
-from twin import make_sequence
-
 from deepinfer_jax.scheduler.prefill import PrefillPolicy, Room
 from deepinfer_jax.scheduler.prefix_cache import NO_HIT
+from tests.support.scheduler_twin import make_sequence
 
 
 def test_a_whole_prompt_beyond_the_budget_leaves_nothing_for_a_recomputation_behind_it() -> None:

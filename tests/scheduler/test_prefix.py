@@ -5,10 +5,10 @@ import hashlib
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from twin import EOS
 
 from deepinfer_jax.scheduler import ImageContent, Sequence
 from deepinfer_jax.scheduler.prefix import block_key
+from tests.support.scheduler_twin import EOS
 
 
 def sequence_of(tokens: list[int], images: tuple[ImageContent, ...] = ()) -> Sequence:

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from twin import EOS, Twin, endless, make_scheduler, prefilled
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, ImageContent, Sequence, SequenceStatus, StepPlan
+from tests.support.scheduler_twin import EOS, Twin, endless, make_scheduler, prefilled
 
 SNAPSHOT = 100  # bytes of the twin's states
 ONE_STEP = BucketTable(decode=(Bucket(4, 1, 8),), prefill=(Bucket(4, 32, 8),))
@@ -178,11 +178,11 @@ def test_a_sequence_goes_where_its_beginning_is_unless_others_have_less_to_do() 
     busy = [twin.add(text(0, [7] * 3, max_tokens=20)), twin.add(text(1, [1] * 9, max_tokens=20))]
     twin.step()
     twin.step()
-    assert [s.data_index for s in busy] == [0, 1]
+    assert [s.dp_rank for s in busy] == [0, 1]
     # Index 0 has 1 or 2 blocks in use, index 1 has 3; of the new text's 3 blocks 2 are cached on index 1 only.
     alike = twin.add(text(2, [1] * 9, max_tokens=20))
     twin.step()
-    assert (alike.data_index, alike.num_cached_tokens) == (1, 8)
+    assert (alike.dp_rank, alike.num_cached_tokens) == (1, 8)
     twin.drain()
 
 
@@ -288,7 +288,7 @@ def test_every_capture_needs_its_state() -> None:
     assert plan.prefill is not None and plan.prefill.captures == (0,)
     with pytest.raises(ValueError, match="captures the state of 1 rows, got 0 states"):
         twin.scheduler.update(plan.prefill, np.zeros((1, 1), np.int32), np.zeros(1, np.int32), np.ones(1, np.bool_))
-    twin.drain()  # nothing was booked
+    twin.drain()  # nothing was committed
 
 
 def test_the_state_of_a_row_that_was_dropped_is_thrown_away() -> None:

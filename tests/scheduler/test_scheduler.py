@@ -1,9 +1,19 @@
 """The scheduler's rules one by one: who is in a plan, where, and with what."""
 
 import pytest
-from twin import EOS, Twin, continuation, decoded, endless, give_up, make_scheduler, make_sequence, prefilled
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, Sequence, blocks_per_decode
+from tests.support.scheduler_twin import (
+    EOS,
+    Twin,
+    continuation,
+    decoded,
+    endless,
+    give_up,
+    make_scheduler,
+    make_sequence,
+    prefilled,
+)
 
 # Prefill and decode
 
@@ -159,7 +169,7 @@ def test_new_sequences_go_to_the_data_index_with_the_least_work() -> None:
     plan = twin.launch()
     assert plan.prefill is not None
     # 4 blocks of 4 tokens on index 0 outweigh the three others, one each, on index 1.
-    assert (long.data_index, [s.data_index for s in short]) == (0, [1, 1, 1])
+    assert (long.dp_rank, [s.dp_rank for s in short]) == (0, [1, 1, 1])
     assert plan.prefill.row.tolist() == [0, 0, 1, 2]
     assert plan.prefill.slots.tolist() == [0, 0, 1, 2]
     twin.drain()

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from twin import EOS, make_sequence
 
 from deepinfer_jax.scheduler import FINISH_REASONS, Sequence, SequenceStatus
+from tests.support.scheduler_twin import EOS, make_sequence
 
 
 def test_finished_begins_at_stopped_and_every_finished_state_has_its_reason() -> None:

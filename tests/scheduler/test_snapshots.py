@@ -52,9 +52,11 @@ def test_any_calls_keep_the_order_of_use_under_the_budget(budget: int, calls: li
         others = [entry for entry in kept if entry[0] != key]
         if call == "told":
             gone = [state for state in stored if not any(state is own for _, own in kept)]
-            told = store.take_discarded()
-            assert {*map(id, told)} == {*map(id, gone)} - {*map(id, discarded)} and len({*map(id, told)}) == len(told)
-            discarded += told
+            reported = store.take_discarded()
+            assert {*map(id, reported)} == {*map(id, gone)} - {*map(id, discarded)} and len(
+                {*map(id, reported)}
+            ) == len(reported)
+            discarded += reported
         elif call == "clear":
             store.clear()
             kept = []
@@ -84,6 +86,6 @@ def test_what_is_given_up_is_not_kept_in_memory_to_be_told() -> None:
     store.store(b"a", held)
     for key in (b"b", b"c"):
         store.store(key, np.zeros(10, np.uint8))
-    (told,) = store.take_discarded()
-    assert told is held
+    (reported,) = store.take_discarded()
+    assert reported is held
     assert store.take_discarded() == ()

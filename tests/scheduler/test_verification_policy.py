@@ -7,11 +7,11 @@ from deepinfer_jax.scheduler import (
     Bucket,
     BucketTable,
     DecodeStep,
+    DraftPolicy,
     PrefillStep,
     Scheduler,
     Sequence,
     StepTimes,
-    VerificationPolicy,
 )
 
 FULL, PACKED = Bucket(4, 4, 8), Bucket(4, 4, 8, 8)
@@ -19,12 +19,12 @@ BUCKETS = BucketTable(decode=(FULL, PACKED), prefill=(Bucket(4, 8, 8),))
 TEMPERATURES = (1.0, 2.0, 1.0)
 
 
-def make_policy(full_ms: float = 18.0, data: int = 1) -> VerificationPolicy:
+def make_policy(full_ms: float = 18.0, data: int = 1) -> DraftPolicy:
     times = StepTimes({FULL: (FULL.tokens, full_ms), PACKED: (PACKED.tokens, 10.0)})
-    return VerificationPolicy(times, TEMPERATURES, data)
+    return DraftPolicy(times, TEMPERATURES, data)
 
 
-def make_scheduler(policy: VerificationPolicy | None, sequences: int, data: int = 1) -> Scheduler:
+def make_scheduler(policy: DraftPolicy | None, sequences: int, data: int = 1) -> Scheduler:
     scheduler = Scheduler(
         buckets=BUCKETS,
         data_parallel_size=data,
@@ -41,7 +41,7 @@ def make_scheduler(policy: VerificationPolicy | None, sequences: int, data: int 
     return scheduler
 
 
-def book(scheduler: Scheduler, step: PrefillStep | DecodeStep | None, count: int) -> None:
+def commit(scheduler: Scheduler, step: PrefillStep | DecodeStep | None, count: int) -> None:
     assert step is not None
     n = len(step.sequences)
     tokens = np.full((n, 4), 9, np.int32)
@@ -54,9 +54,9 @@ def decode(scheduler: Scheduler) -> DecodeStep:
     return step
 
 
-def started(policy: VerificationPolicy | None, sequences: int, data: int = 1) -> Scheduler:
+def started(policy: DraftPolicy | None, sequences: int, data: int = 1) -> Scheduler:
     scheduler = make_scheduler(policy, sequences, data)
-    book(scheduler, scheduler.schedule().prefill, 1)
+    commit(scheduler, scheduler.schedule().prefill, 1)
     return scheduler
 
 
@@ -71,8 +71,8 @@ def test_confident_drafts_are_all_verified_and_others_as_far_as_they_pay() -> No
     step = decode(scheduler)
     assert (step.bucket, step.budget) == (FULL, None)  # nothing is known: 12 tokens in 14 ms beat 8 in 10
     logits = np.log(np.asarray([[9.0, 81.0, 9.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1e-9]]))
-    policy.book(step, logits, np.full(3, 4, np.int32), np.asarray([2, 2, 2], np.int32))
-    book(scheduler, step, 2)
+    policy.commit(step, logits, np.full(3, 4, np.int32), np.asarray([2, 2, 2], np.int32))
+    commit(scheduler, step, 2)
     np.testing.assert_allclose(step.sequences[0].rates, [0.9, 0.9 * 0.9, 0.9**3])
     np.testing.assert_allclose(step.sequences[1].rates, [0.5, 0.25, 0.125])
     # Five drafts more than the three tokens: 0.9, 0.81, 0.729, 0.5, 0.5; the other four are worth 0.63 tokens and 4 ms.
@@ -85,8 +85,8 @@ def test_drafts_that_are_surely_rejected_are_not_verified() -> None:
     scheduler = started(policy, 2)
     step = decode(scheduler)
     logits = np.asarray([[np.nan, 0, 0], [0.0, np.nan, 0]])
-    policy.book(step, logits, np.full(2, 4, np.int32), np.ones(2, np.int32))
-    book(scheduler, step, 1)
+    policy.commit(step, logits, np.full(2, 4, np.int32), np.ones(2, np.int32))
+    commit(scheduler, step, 1)
     step = decode(scheduler)
     assert step.bucket == PACKED and step.budget is not None and step.budget.tolist() == [1]
 
@@ -95,7 +95,7 @@ def test_each_data_index_has_its_own_budget() -> None:
     policy = make_policy(full_ms=100.0, data=2)
     scheduler = started(policy, 5, data=2)
     step = decode(scheduler)
-    counts = np.bincount(step.data_index)
+    counts = np.bincount(step.dp_rank)
     assert step.bucket == PACKED and step.budget is not None
     assert step.budget.tolist() == [min(8 - n, 3 * n) for n in counts.tolist()]
 
@@ -124,7 +124,7 @@ def test_the_snapshot_tells_predicted_and_real_acceptance() -> None:
     assert policy.snapshot()["real_acceptance"] == [0.0, 0.0, 0.0]
     step = decode(started(policy, 2))
     logits = np.log(np.asarray([[3.0, 1.0, 1.0], [1.0, 9.0, 1.0]]))
-    policy.book(step, logits, np.asarray([4, 2], np.int32), np.asarray([2, 2], np.int32))
+    policy.commit(step, logits, np.asarray([4, 2], np.int32), np.asarray([2, 2], np.int32))
     found = policy.snapshot()
     # Both first drafts accepted; of the second ones only that of the first sequence was verified, and rejected.
     assert found["predicted_acceptance"] == pytest.approx([(0.75 + 0.5) / 2, 0.5, 0.0])

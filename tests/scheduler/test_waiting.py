@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twin import Twin, endless, make_scheduler, make_sequence
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, PrefillStep, Sequence, StepPlan, blocks_for
+from tests.support.scheduler_twin import Twin, endless, make_scheduler, make_sequence
 
 # (plans since the last arrival, prompt length, max_tokens)
 ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24), st.integers(1, 8)), min_size=1, max_size=30)
@@ -104,25 +104,25 @@ def test_preemption_changes_no_text(num_drafts: int) -> None:
 def test_the_same_calls_give_the_same_plans() -> None:
     def record() -> list[object]:
         twin = Twin(make_scheduler(num_blocks=8, num_drafts=2, data_parallel_size=2), seed=5)
-        told: list[object] = []
+        reported: list[object] = []
         for turn in range(120):
             if turn % 2 == 0:
                 twin.add(make_sequence(turn, prompt_len=1 + turn % 17, max_tokens=1 + turn % 23))
             if turn % 13 == 12:
                 twin.scheduler.abort({str(turn - turn % 2 - 4)})
             plan = twin.launch()
-            told.append([s.seq_id for s in plan.ignored])
+            reported.append([s.seq_id for s in plan.ignored])
             for step in (plan.prefill, plan.decode):
                 if step:
-                    told += [step.bucket, [s.seq_id for s in step.sequences]]
-                    told += [getattr(step, name).tolist() for name in ("data_index", "row", "slots", "new_blocks")]
+                    reported += [step.bucket, [s.seq_id for s in step.sequences]]
+                    reported += [getattr(step, name).tolist() for name in ("dp_rank", "row", "slots", "new_blocks")]
                 if isinstance(step, PrefillStep):
-                    told += [step.starts.tolist(), step.tokens.tolist()]
+                    reported += [step.starts.tolist(), step.tokens.tolist()]
             if len(twin.in_flight) == 2:
                 twin.land()
         assert twin.scheduler.num_preemptions > 0
         twin.drain(depth=2)
-        return told
+        return reported
 
     assert record() == record()
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
 from deepinfer_jax.structured.ebnf import parse_ebnf
 from deepinfer_jax.structured.nodes import Call, Characters, Choice, Node, Repeat, Row, Text
+from tests.support.walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
 CHAIN = "r0" + "".join(f'\nr{i} ::= "a" r{i + 1}?' for i in range(4000))
 """The library follows these calls by recursion: its stack would overflow, and end the process."""

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from walks import EOS, MARKER, SIZE, allowed, bits, matcher, spelt, tokenizer, vocabulary, walk
 
 from deepinfer_jax.structured import GrammarError, Matcher, compile_grammar, grammar_vocabulary, structured_args
+from tests.support.walks import EOS, MARKER, SIZE, allowed, bits, matcher, spelt, tokenizer, vocabulary, walk
 
 THINK_END = 5
 SCHEMA = {"type": "array", "items": {"enum": ["ab", "abc", 12, 123, None]}}

@@ -4,9 +4,9 @@ import threading
 import time
 
 import pytest
-from walks import allowed, vocabulary
 
 from deepinfer_jax.structured import GrammarError, GrammarPool, PendingGrammar, StructuredArgs, pool
+from tests.support.walks import allowed, vocabulary
 
 NULL = StructuredArgs("json", '{"type": "null"}')
 

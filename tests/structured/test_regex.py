@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from walks import matcher, takes, text_of, walk
 
 from deepinfer_jax.structured import GrammarError
+from tests.support.walks import matcher, takes, text_of, walk
 
 CORPUS = [
     "abc|ab|a",

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
 from deepinfer_jax.structured import GrammarError, so_args_of, structured_args
 from deepinfer_jax.structured.schema import ENFORCED, UNENFORCED, checked_schema
+from tests.support.walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 CORPUS: dict[str, list[Any]] = {

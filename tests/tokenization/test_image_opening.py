@@ -1,4 +1,4 @@
-"""Pictures from anywhere: the same pixels from every kind of source, and one error for everything else."""
+"""Images from anywhere: the same pixels from every kind of source, and one error for everything else."""
 
 import base64
 import io
@@ -32,7 +32,7 @@ def pixels(source):
 
 def test_every_kind_of_source_gives_the_same_pixels(tmp_path):
     png = encoded(RGB)
-    path = tmp_path / "a picture.png"
+    path = tmp_path / "an image.png"
     path.write_bytes(png)
     base = base64.b64encode(png).decode()
     sources = [

@@ -1,4 +1,4 @@
-"""Patches bit for bit: the golden pictures, and Pillow's own padding with every step written out."""
+"""Patches bit for bit: the golden images, and Pillow's own padding with every step written out."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from image_rules import rules
 from PIL import Image, ImageOps
 
 from deepinfer_jax.tokenization import ImageProcessor
+from tests.support.image_rules import rules
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
 

@@ -1,4 +1,4 @@
-"""Pictures in prompts: the same ids and roles from every spelling, and an error wherever DeepInfer is silent."""
+"""Images in prompts: the same ids and roles from every spelling, and an error wherever DeepInfer is silent."""
 
 import copy
 import io
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from image_rules import rules
 from PIL import Image
 
 from deepinfer_jax.tokenization import (
@@ -23,6 +22,7 @@ from deepinfer_jax.tokenization import (
     TokenType,
     get_hf_tokenizer,
 )
+from tests.support.image_rules import rules
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
 VOCAB, PLACEHOLDER = 100, 90
@@ -278,16 +278,16 @@ def test_data_of_another_shape_are_refused(data, message):
 def test_on_request_mismatches_are_treated_as_deepinfer_does(caplog):
     tolerant = processor(on_image_mismatch="warn")
     with caplog.at_level(logging.WARNING):
-        # More placeholders than pictures: those left over are plain tokens.
+        # More placeholders than images: those left over are plain tokens.
         prompt = tolerant.overwrite_prompt([PLACEHOLDER, 1, PLACEHOLDER], {"image_bytes": [picture((4, 4))]})
         assert prompt.token_ids.tolist() == [*sentinels(4), 1, PLACEHOLDER]
         assert prompt.mm_token_type.tolist() == [3, 2, 5, 4, 0, 0]
-        # More pictures than placeholders: those left over are dropped.
+        # More images than placeholders: those left over are dropped.
         prompt = tolerant.overwrite_prompt([1, PLACEHOLDER], TWO)
         assert prompt.token_ids.tolist() == [1, *sentinels(4)]
         assert len(prompt.images) == 1
         assert tolerant.overwrite_prompt([1, 2], TWO).token_ids.tolist() == [1, 2]
-        # The declared size decides the layout; the picture is fitted into it: 8 x 4 in 4 x 8 is 4 x 2, on grey.
+        # The declared size decides the layout; the image is fitted into it: 8 x 4 in 4 x 8 is 4 x 2, on grey.
         data = {"image_bytes": [picture((8, 4))], "image_sizes": [(4, 8)]}
         (image,) = tolerant.overwrite_prompt([PLACEHOLDER], data).images
     assert (image.width, image.height, image.stop) == (4, 8, TOKENS[4, 8])

@@ -1,0 +1,47 @@
+"""What each precision means (design.md §4, golden README modes)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from deepinfer_jax.config.model_config import ModelConfig, check_precision
+from deepinfer_jax.kernels.rounding import round_to
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPolicy:
+    """The arithmetic of one forward pass, static under jit.
+
+    Attributes:
+        dtype: of streams, activations and caches; every bf16(·) of model.md rounds to it.
+        quantize_activations: FP8 quantiser in front of every quantised linear (model.md §2.3).
+        quantize_cache: quantisers of window KV, entries, index queries and keys (model.md §2.4).
+    """
+
+    dtype: DTypeLike
+    quantize_activations: bool
+    quantize_cache: bool
+
+    @property
+    def is_low(self) -> bool:
+        return self.dtype == jnp.bfloat16
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """bf16(x) of model.md; the identity in the float32 precisions."""
+        return round_to(x, self.dtype)
+
+
+@functools.cache
+def precision_policy(config: ModelConfig, precision: str) -> PrecisionPolicy:
+    """The arithmetic of a precision; an unquantised checkpoint has no activation quantisers.
+
+    Raises:
+        ValueError: there is no such precision.
+    """
+    check_precision(precision)
+    if precision in ("float32", "float32_exact"):
+        return PrecisionPolicy(jnp.float32, False, precision == "float32")
+    return PrecisionPolicy(jnp.bfloat16, precision == "reference" and config.quantized, True)

@@ -1,0 +1,300 @@
+"""The loop behind `LLMEngine`: plan a step, launch it, read the one before, and say what became of each request."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepinfer_jax.engine.args import EngineArgs, EngineType
+from deepinfer_jax.engine.diagnosis import explain_failures
+from deepinfer_jax.engine.drafts.scheduled_verification import StepClock, draft_policy
+from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.gc_pause import collector_paused
+from deepinfer_jax.engine.grammars.request_queue import GrammarRequestQueue
+from deepinfer_jax.engine.images.request_queue import ImageRequestQueue, image_contents
+from deepinfer_jax.engine.launch import Launched, launch
+from deepinfer_jax.engine.loading import EngineParts, verifies_by_confidence
+from deepinfer_jax.engine.metrics.stats import EngineStats
+from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.request import mark_ready
+from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, output_without_token, token_outputs
+from deepinfer_jax.runtime.runner import StepResult
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.tokenization import ImagePrompt
+
+_WAIT = 0.01
+"""Seconds that a step waits for a grammar or an image if there is nothing else to do; new requests come in between two
+steps."""
+
+
+class EngineCore:
+    """Runs the sequences of one engine, from submission to their last output.
+
+    Arguments:
+        args: of the engine.
+        parts: what it works with.
+
+    Attributes:
+        scheduler, runner, features, grammars, images: what the loop moves.
+        open: requests that have not given their last output.
+        computed: those of them that wait for their export.
+        ready: outputs that are not handed out yet.
+        launched: steps that were launched and are not committed, in the order of the device.
+        stats: what has been done.
+    """
+
+    def __init__(self, args: EngineArgs, parts: EngineParts) -> None:
+        self._args = args
+        self._limits = limits = parts.limits
+        self._vocab_size = parts.vocab_size
+        self._temperatures = parts.temperatures
+        self._diagnose = parts.diagnose
+        self._poison = env.POISON_FREED_STATE
+        self._clock = StepClock()
+        self.runner = parts.runner
+        self.features = parts.features
+        self.scheduler = Scheduler(
+            buckets=parts.buckets,
+            data_parallel_size=limits.data_parallel_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_blocks=parts.num_blocks,
+            tokens_per_block=limits.tokens_per_block,
+            num_drafts=limits.num_drafts,
+            chunked_prefill=limits.chunked_prefill,
+            stop_preempted_request=args.stop_preempted_request,
+            prefix_caching=parts.prefix_caching,
+            snapshot_budget=args.snapshot_memory_bytes,
+            decodes=args.engine_type != EngineType.PROMPT,
+        )
+        self.grammars = GrammarRequestQueue(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail)
+        self.images = ImageRequestQueue(parts.processor, self._place_images, self._fail)
+        self.open: dict[str, Sequence] = {}
+        self.computed: dict[str, Sequence] = {}
+        self.ready: list[RequestOutput] = []
+        self.launched: list[Launched] = []
+        self.stats = EngineStats(limits.num_drafts)
+        self.runner.warm_up(progress=sys.stderr.isatty())
+        if self.features is not None:
+            self.features.warm_up()
+        if verifies_by_confidence(limits):
+            self.scheduler.verification = draft_policy(
+                self.runner, parts.buckets, parts.temperatures, limits.data_parallel_size, parts.key
+            )
+
+    def add(self, sequence: Sequence, unopened: Mapping[str, Any] | None) -> None:
+        """Takes a new sequence; unopened: images that are not in its prompt yet."""
+        with self.losing_all_on_failure():
+            self.open[sequence.request_id] = sequence
+            self.scheduler.add_sequence(sequence)
+            if sequence.request.constraint is not None and not sequence.status.finished:
+                self.grammars.add(sequence)
+            if unopened is not None and not sequence.status.finished:
+                self.images.add(sequence, unopened)
+
+    def step(self) -> bool:
+        """Launches a prefill chunk and a decode step where there is work, and reads the results that are due.
+
+        Returns whether there was anything to do.
+        """
+        with self.losing_all_on_failure(), collector_paused():
+            num_due = len(self.launched)
+            self.grammars.pump()
+            self.images.pump()
+            if not num_due:
+                self._wait_for_a_start()
+            self._launch(self._plan())
+            if not self._limits.zero_overhead_scheduling:
+                num_due = len(self.launched)
+            self._read(num_due)
+            if not self.open:
+                self.scheduler.check_idle()
+        return bool(num_due or self.launched)
+
+    def flush(self) -> None:
+        """Reads all steps that were launched and not yet read; launches none."""
+        with self.losing_all_on_failure():
+            self._read(len(self.launched))
+
+    def abort(self, request_ids: set[str]) -> tuple[int, int]:
+        """Ends requests; see `Scheduler.abort`."""
+        with self.losing_all_on_failure():
+            for name in request_ids:
+                self.computed.pop(name, None)
+            return self.scheduler.abort(request_ids)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Gives up a computed prompt, which another engine goes on with."""
+        self.scheduler.hand_over(sequence)
+        del self.open[sequence.request_id], self.computed[sequence.request_id]
+        self.stats.finished["handed_over"] += 1
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not given their last output, computed prompts not counted."""
+        return len(self.open) - len(self.computed)
+
+    def most_cached_tokens(self, prompt_len: int) -> int | None:
+        """How much of a prompt may be restored: of earlier tokens bounded replay leaves no windows in the consumers."""
+        keep = self._limits.keep_tokens
+        return None if keep is None else max(prompt_len - keep, 0)
+
+    def hand_out(self) -> list[RequestOutput]:
+        """The outputs that came since the last call."""
+        outputs, self.ready = self.ready, []
+        return outputs
+
+    @contextlib.contextmanager
+    def losing_all_on_failure(self) -> Iterator[None]:
+        """What fails or is interrupted within ends all that ran; those that wait are not touched.
+
+        The cache was handed to a step that broke, and with it went their state. Each gives one output, handed out by
+        the next step.
+        """
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too, which may come anywhere: no account that was open is relied on
+            self.launched.clear()
+            waiting = self.scheduler.reset()
+            reported = {output.request_id for output in self.ready if output.finished}
+            self.open = {name: sequence for name, sequence in self.open.items() if name not in reported}
+            self.scheduler.abort([sequence.request_id for sequence in waiting if self._is_forgotten(sequence)])
+            lost = [sequence for sequence in self.open.values() if sequence not in waiting]
+            for sequence in lost:
+                if sequence.status < SequenceStatus.FINISHED_ABORTED:  # it ran, or its last token is lost
+                    sequence.status = SequenceStatus.FINISHED_ABORTED
+                sequence.request.error = (
+                    sequence.request.error
+                    or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
+                )
+            self._emit([output_without_token(sequence, self._limits.max_num_batched_tokens) for sequence in lost])
+            self.runner.reset()
+            if self.features is not None:
+                self.features.reset()
+            raise
+
+    def close(self) -> None:
+        """Frees parameters, cache and requests. May be called again."""
+        for kept in (self.open, self.computed, self.ready, self.launched):
+            kept.clear()
+        self.grammars.close()
+        self.images.close()
+        self._diagnose = None  # it holds the parameters
+        self.runner.close()
+        if self.features is not None:
+            self.features.close()
+
+    def _plan(self) -> StepPlan:
+        """The next plan; requests that ended without a token have their outputs."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        self._emit([output_without_token(sequence, self._limits.max_num_batched_tokens) for sequence in plan.ignored])
+        self.stats.seconds["schedule"] += time.perf_counter() - start
+        return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        self.launched += launch(
+            self.runner,
+            plan,
+            self._limits,
+            vocab_size=self._vocab_size,
+            poison=self._poison,
+            features=self.features,
+        )
+        if plan.prefill is not None:
+            self.stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
+        self.stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
+        started = [restore.sequence for restore in plan.restores]
+        for sequence in started + (plan.prefill.sequences if plan.prefill is not None else []):
+            if not sequence.request.launched:
+                sequence.request.launched = True
+                self.stats.queue.add(start - sequence.arrival_time)
+        self.stats.seconds["launch"] += time.perf_counter() - start
+
+    def _read(self, count: int) -> None:
+        """Waits for the first `count` launched steps and commits what they gave."""
+        for _ in range(count):
+            start = time.perf_counter()
+            launched = self.launched.pop(0)
+            step, result, states = launched.step, launched.result.result(), launched.captured()
+            arrived = time.perf_counter()
+            took = self._clock.read(launched, start, arrived)
+            if isinstance(step, PrefillStep):
+                keep_prompt_logprobs(step, result)
+            emitted = self.scheduler.update(step, result.tokens, result.counts, result.finite, states)
+            if not result.finite.all():
+                explain_failures(step, emitted, self._diagnose)
+                self._forget_images(step, emitted)
+            outputs = token_outputs(step, result, emitted, self._limits.max_num_batched_tokens, self._temperatures)
+            self.stats.generation_tokens += sum([number for _, number in emitted])
+            if isinstance(step, DecodeStep):
+                rows = [row for row, number in emitted if number]
+                self.stats.drafts.add(result.verified[rows], result.counts[rows])
+                self._commit_verification(step, result, took)
+            if isinstance(step, PrefillStep):
+                self._note_first_tokens(outputs, arrived)
+            self._emit(outputs)
+            self.grammars.follow(step, result)
+            self.stats.seconds["wait"] += arrived - start
+            self.stats.seconds["process"] += time.perf_counter() - arrived
+
+    def _forget_images(self, step: PrefillStep | DecodeStep, emitted: list[tuple[int, int]]) -> None:
+        """What a failed sequence read of images may be what was wrong; the cache of blocks heals likewise."""
+        for sequence in [step.sequences[row] for row, _ in emitted]:
+            if self.features is not None and sequence.status is SequenceStatus.FINISHED_FAILED:
+                self.features.forget(sequence.request.image_prompt)
+
+    def _commit_verification(self, step: DecodeStep, result: StepResult, took: tuple[float, float] | None) -> None:
+        """took: of `StepClock.read`."""
+        policy = self.scheduler.verification
+        if policy is None:
+            return
+        assert result.confidences is not None
+        policy.commit(step, result.confidences, result.verified, result.counts)
+        if took is not None:
+            policy.times.add(step.bucket, len(step.sequences), *took)
+
+    def _note_first_tokens(self, outputs: list[RequestOutput], arrived: float) -> None:
+        for output in outputs:
+            if output.num_output_tokens == 1 and not output.message:
+                sequence = self.open[output.request_id]
+                self.stats.first_token.add(arrived - sequence.arrival_time)
+                if self._args.engine_type is EngineType.PROMPT and not output.finished:
+                    self.computed[output.request_id] = sequence
+
+    def _wait_for_a_start(self) -> None:
+        """Waits a little if no request can run before its grammar or its images are there."""
+        grammars, images = self.grammars.pending, self.images.pending
+        if len(grammars | images) == self.num_unfinished > 0:
+            (self.grammars if grammars else self.images).wait(_WAIT)
+
+    def _place_images(self, sequence: Sequence, prompt: ImagePrompt) -> None:
+        """Gives a waiting sequence its prompt with the images in place; one that is now too long ends."""
+        sequence.replace_prompt(prompt.token_ids, image_contents(prompt))
+        sequence.most_cached_tokens = self.most_cached_tokens(sequence.prompt_len)
+        if refusal := self.scheduler.refusal(sequence.prompt_len, sequence.max_tokens):
+            self._fail(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
+            return
+        sequence.request.image_prompt = prompt
+        mark_ready(sequence, "images")
+
+    def _fail(self, sequence: Sequence, reason: str, status: SequenceStatus) -> None:
+        """Ends a sequence whose grammar or whose images failed; the next plan reports it."""
+        sequence.request.error = reason
+        self.scheduler.abort([sequence.request_id], status)
+
+    def _is_forgotten(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence awaits what nobody makes, as its `add` was interrupted."""
+        pending = {"grammar": self.grammars.pending, "images": self.images.pending}
+        return any(sequence not in pending[awaited] for awaited in sequence.request.awaits)
+
+    def _emit(self, outputs: list[RequestOutput]) -> None:
+        self.ready += outputs
+        for output in outputs:
+            if output.finished:
+                del self.open[output.request_id]
+                self.computed.pop(output.request_id, None)
+                self.stats.finished[output.finish_reason] += 1
