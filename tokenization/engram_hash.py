@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 DEAD = -1
-"""Compressed id of a position that carries no text (an image span); it cuts the n-gram (§7.2)."""
+"""Compressed id of a position that carries no text (an image span); it cuts the n-gram (model.md §7.2)."""
 
 # These bases decide primality exactly for every n < 3.3e24, so for every int64.
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -73,7 +73,7 @@ def engram_primes(layer_ids: Sequence[int], vocab_size: int, max_ngram: int, hea
 
 
 def engram_multipliers(layer_id: int, max_ngram: int, compressed_vocab_size: int) -> npt.NDArray[np.int64]:
-    """Odd multipliers of one Engram layer, int64 `[max_ngram]`; `[r]` belongs to lookback r (§7.2).
+    """Odd multipliers of one Engram layer, int64 `[max_ngram]`; `[r]` belongs to lookback r (model.md §7.2).
 
     Any compressed id times any multiplier stays below 2**63.
 
@@ -102,7 +102,7 @@ def ngram_windows(
 ) -> npt.NDArray[np.int64]:
     """What every position looks back at, int64 `[..., time, max_ngram]`; `[..., r]` is lookback r.
 
-    The cut is sticky (§7.2): the first position before the sequence, or the first DEAD one, turns itself
+    The cut is sticky (model.md §7.2): the first position before the sequence, or the first DEAD one, turns itself
     and everything further back into `pad`.
 
     Args:
@@ -132,7 +132,7 @@ def ngram_rows(
     primes: npt.NDArray[np.int64],
     multipliers: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Embedding rows, int64 `[..., layers, (max_ngram - 1) * heads]`: 2-gram heads first (§7.2).
+    """Embedding rows, int64 `[..., layers, (max_ngram - 1) * heads]`: 2-gram heads first (model.md §7.2).
 
     Args:
         windows: `[..., max_ngram]` from `ngram_windows`.

@@ -126,7 +126,7 @@ def test_preempted_requests_are_computed_again_to_the_same_tokens(overlap: bool)
     for i in map(str, range(6)):
         assert tokens(results[i]) == tokens(expected[i])
         assert [o.num_output_tokens for o in results[i]] == list(range(1, 21))
-        # Once, on the first output, and not longer for having been computed twice (trap 27).
+        # Once, on the first output, and not longer for having been computed twice (DB §15.2 trap 27).
         np.testing.assert_allclose(results[i][0].prompt_logprobs, expected[i][0].prompt_logprobs, atol=1e-6)
         assert len(results[i][0].prompt_logprobs) == 8
         assert all(output.prompt_logprobs == [] for output in results[i][1:])
@@ -161,7 +161,7 @@ def test_first_n_token_no_eos_bans_eos_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_prompt_that_is_computed_again_has_the_rules_of_its_next_output() -> None:
-    """Trap 27: neither the ban of the first output nor its log-probabilities come again."""
+    """DB §15.2 trap 27: neither the ban of the first output nor its log-probabilities come again."""
     engine = toy_engine()
     params = SamplingParams(first_n_token_no_eos=1, prompt_logprobs=True, golden_token_ids=[5, 6, 7])
     sequence = engine.add_request("u", "r", params, [4, 5, 6])

@@ -304,7 +304,7 @@ scores_of = st.lists(
 @settings(max_examples=60)
 @given(scores_of, st.integers(1, 14))
 def test_picks_are_the_largest_finite_scores_lowest_index_first(scores: list[float], topk: int) -> None:
-    """−∞ is never picked, even where fewer finite scores than picks exist (the rule at the end of §5.7; T30)."""
+    """−∞ is never picked, even where fewer finite scores than picks exist (model.md §5.7, its last rule; T30)."""
     found = np.asarray(pick(jnp.asarray([[scores]], jnp.float32), topk))[0, 0]
     ranked = sorted((j for j in range(len(scores)) if scores[j] > -np.inf), key=lambda j: (-scores[j], j))
     wanted = sorted(ranked[:topk])

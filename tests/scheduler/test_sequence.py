@@ -59,7 +59,7 @@ def test_tokens_of_a_step_are_taken_as_if_one_by_one(
         if reason:
             break
         before = len(output)
-        for token in step:  # behaviour §1.7, after each appended token
+        for token in step:  # DB §1.7, after each appended token
             output.append(token)
             stopped_by: list[int | str | None] = []
             if token == EOS and not ignore_eos:
