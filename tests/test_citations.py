@@ -142,7 +142,7 @@ def _missing(name: str, known: frozenset[str], what: str, where: str) -> str:
 
 
 def file_citations(path: Path) -> Iterator[Citation]:
-    """Of a notebook the cells; of Python comments, docstrings, and other strings that name a section; else the whole file."""
+    """Of Python: comments, docstrings, and other strings that name a section. Of a notebook its cells."""
     own = path.name if path.parent == DOCS and path.name in DOCUMENTS else ""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
