@@ -8,7 +8,8 @@ from flax import struct
 from jax import Array
 
 from deepinfer_jax.sampling.adjust import Adjustments
-from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, plain_rows
+from deepinfer_jax.sampling.fields import sampler_scalars
+from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, ROW_FIELDS, plain_rows
 from deepinfer_jax.sampling.sample import sample
 
 
@@ -30,7 +31,7 @@ class SampleFn(Protocol):
 
 @struct.dataclass
 class SamplerState:
-    """The state of `sample_fn`: `SamplingParams` as numbers, each a float or an array [].
+    """The state of `sample_fn`: scalars of `SamplingParams` as numbers, each a float or an array [].
 
     Attributes:
         temperature: below 1e-5 it is the argmax.
@@ -53,6 +54,7 @@ def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) ->
     """The engine's sampler as a `SampleFn`; the state stays as it is.
 
     A row's token depends on these arguments alone; the random numbers are not those that an engine draws for a request.
+    Scalars of `SamplingParams` that the state has no field for are off.
     """
 
     def row(value: Any, dtype: Any) -> Array:
@@ -68,16 +70,16 @@ def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) ->
         counts=jnp.zeros((1, vocab), jnp.int32).at[0, prompt].set(1, mode="drop"),
         masks=jnp.zeros((1, -(-vocab // 32)), jnp.uint32),
     )
-    greedy = row(state.temperature, jnp.float32) < GREEDY_TEMPERATURE
-    rows = plain_rows(1)._replace(
-        temperature=jnp.where(greedy, GREEDY_TEMPERATURE, row(state.temperature, jnp.float32)),
+    scalars = {
+        name: row(getattr(state, field.source, field.off), field.dtype)
+        for name, field in ROW_FIELDS.items()
+        if field.source in sampler_scalars()
+    }
+    greedy = scalars["temperature"] < GREEDY_TEMPERATURE
+    scalars["temperature"] = jnp.where(greedy, GREEDY_TEMPERATURE, scalars["temperature"])
+    rows = plain_rows(1).replace(
+        **scalars,
         greedy=greedy,
-        top_p=row(state.top_p, jnp.float32),
-        top_k=row(state.top_k, jnp.int32),
-        min_p=row(state.min_p, jnp.float32),
-        presence=row(state.presence_penalty, jnp.float32),
-        frequency=row(state.frequency_penalty, jnp.float32),
-        repetition=row(state.repetition_penalty, jnp.float32),
         seed=jax.random.bits(key, (1, 2), jnp.uint32),
         counts=jnp.zeros(1, jnp.int32),
         uncounted=jnp.where(held, -1, history)[None],
