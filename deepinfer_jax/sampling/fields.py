@@ -2,11 +2,11 @@
 
 A new scalar of the sampler is declared here, as what a request may set (`SamplerScalars`) and as what the device keeps
 of it (`SlotFields`), and read by its filter (`filters.py`); no other file changes. `SamplingParams` inherits the first,
-fields, defaults and checks; from the second follow the columns in which the host sends it, the arrays of the slot
-table and their bytes, `SamplingRows`, `plain_rows`, and what `sample_fn` takes from its state.
+fields, defaults and checks, and `SamplerState` has them all; from the second follow the columns in which the host sends
+it, the arrays of the slot table and their bytes, `SamplingRows`, and `plain_rows`.
 
-`SamplerState` alone spells its fields out: it is frozen and positional, `SamplingParams` neither, and dataclasses of
-both kinds cannot share a base. A scalar that it lacks is off in `sample_fn`; one more line there lets a state set it.
+Type checkers know every field of `SamplingParams` and of `SamplingRows`, and of `SamplerState` those that it spells
+out: it is frozen and positional, `SamplingParams` neither, and such dataclasses cannot share a base.
 """
 
 import dataclasses

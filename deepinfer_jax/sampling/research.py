@@ -8,7 +8,7 @@ from flax import struct
 from jax import Array
 
 from deepinfer_jax.sampling.adjust import Adjustments
-from deepinfer_jax.sampling.fields import sampler_scalars
+from deepinfer_jax.sampling.fields import SamplerScalars, sampler_scalars
 from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, ROW_FIELDS, plain_rows
 from deepinfer_jax.sampling.sample import sample
 
@@ -29,9 +29,19 @@ class SampleFn(Protocol):
         """
 
 
+def _with_all_scalars[State](cls: type[State]) -> type[State]:
+    """The class with a field, last and off, for each scalar of the table that it does not spell out."""
+    for name in sampler_scalars():
+        if name not in cls.__annotations__:
+            cls.__annotations__[name] = Any
+            setattr(cls, name, getattr(SamplerScalars, name))
+    return cls
+
+
 @struct.dataclass
+@_with_all_scalars
 class SamplerState:
-    """The state of `sample_fn`: scalars of `SamplingParams` as numbers, each a float or an array [].
+    """The state of `sample_fn`: the scalars of `SamplingParams` as numbers, each a float or an array [].
 
     Attributes:
         temperature: below 1e-5 it is the argmax.
@@ -40,13 +50,14 @@ class SamplerState:
         prompt_len: so many tokens of the history are the prompt, of which the first two penalties know nothing.
     """
 
-    temperature: Any = 1.0
-    top_p: Any = 1.0
-    top_k: Any = -1
-    min_p: Any = 0.0
-    presence_penalty: Any = 0.0
-    frequency_penalty: Any = 0.0
-    repetition_penalty: Any = 1.0
+    # Spelled out for type checkers, and for the places of arguments.
+    temperature: Any = SamplerScalars.temperature
+    top_p: Any = SamplerScalars.top_p
+    top_k: Any = SamplerScalars.top_k
+    min_p: Any = SamplerScalars.min_p
+    presence_penalty: Any = SamplerScalars.presence_penalty
+    frequency_penalty: Any = SamplerScalars.frequency_penalty
+    repetition_penalty: Any = SamplerScalars.repetition_penalty
     prompt_len: Any = 0
 
 
@@ -54,7 +65,6 @@ def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) ->
     """The engine's sampler as a `SampleFn`; the state stays as it is.
 
     A row's token depends on these arguments alone; the random numbers are not those that an engine draws for a request.
-    Scalars of `SamplingParams` that the state has no field for are off.
     """
 
     def row(value: Any, dtype: Any) -> Array:
@@ -71,7 +81,7 @@ def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) ->
         masks=jnp.zeros((1, -(-vocab // 32)), jnp.uint32),
     )
     scalars = {
-        name: row(getattr(state, field.source, field.off), field.dtype)
+        name: row(getattr(state, field.source), field.dtype)
         for name, field in ROW_FIELDS.items()
         if field.source in sampler_scalars()
     }
