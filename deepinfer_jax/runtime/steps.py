@@ -92,17 +92,33 @@ def decode_step(
     state: StepState,
     packed: Array,
 ) -> tuple[StepOutput, StepState]:
-    """The next tokens of each row's sequence, on `step_input.pack_decode`."""
+    """The next tokens of each row's sequence, on `step_input.pack_decode`.
+
+    Reads what to compute, packs it if there is not room for all, computes, samples, accepts, writes back, drafts.
+    """
     cache, table = state
     given, table = _read_decode(shape, bucket, options, table, packed)
-    sampled, cache = _verify(model, shape, bucket, options, params, StepState(cache, table), given)
-    verified, slots = given.batch.lengths, given.batch.slots
+    batch, rows, drafts = given.batch, given.rows, given.drafts
+    slots, starts, verified = batch.slots, batch.starts, batch.lengths
+
+    packing = pack_rows(verified, bucket.packed) if bucket.packed else None
+    if packing is not None:
+        batch = packing.batch(batch, shape.slots)
+        rows, drafts = packing.take((rows, drafts), bucket.time)
+    hidden, _, cache = model.advance(params, cache, batch)
+    logits = model.logits(params, hidden)
+    logits = logits.reshape(-1, logits.shape[2])
+    sampled = sample_rows(model, options, table.adjustments, logits, rows, drafts, given.wants_top)
+    if packing is not None:
+        sampled = packing.spread(sampled, bucket.time)
+    else:
+        sampled = jax.tree.map(lambda array: array.reshape(slots.size, bucket.time, *array.shape[1:]), sampled)
     counts, last, finite = _accept(sampled, verified)
+
     computed = counts.reshape(slots.shape)
     counted = count_tokens(table.adjustments, slots, given.batch.tokens, computed)
     written = jnp.where(computed > 0, slots, shape.slots)
-    table = dataclasses.replace(table, adjustments=counted)
-    table = _advanced(table, written, given.batch.starts + computed, last)
+    table = _advanced(dataclasses.replace(table, adjustments=counted), written, starts + computed, last)
     table, drafted = next_drafts(model, options, params, cache, table, written)
     judged = None if given.confidences is None else given.confidences.reshape(slots.size, -1)
     output = StepOutput(sampled, verified.reshape(-1), counts, finite, drafted, judged, None)
@@ -151,30 +167,6 @@ def _read_decode(
     return given, dataclasses.replace(table, blocks=blocks)
 
 
-def _verify(
-    model: StepModel,
-    shape: CacheShape,
-    bucket: Bucket,
-    options: SamplerOptions,
-    params: Any,
-    state: StepState,
-    given: _DecodeInput,
-) -> tuple[Sampled, Any]:
-    """The model on last tokens and drafts: what it samples behind each, [sequences, time, ...], and its cache."""
-    batch, rows, drafts = given.batch, given.rows, given.drafts
-    packing = pack_rows(batch.lengths, bucket.packed) if bucket.packed else None
-    if packing is not None:
-        batch = packing.batch(batch, shape.slots)
-        rows, drafts = packing.take((rows, drafts), bucket.time)
-    hidden, _, cache = model.advance(params, state.cache, batch)
-    logits = model.logits(params, hidden)
-    logits = logits.reshape(-1, logits.shape[2])
-    sampled = sample_rows(model, options, state.table.adjustments, logits, rows, drafts, given.wants_top)
-    if packing is not None:
-        return packing.spread(sampled, bucket.time), cache
-    return jax.tree.map(lambda array: array.reshape(-1, bucket.time, *array.shape[1:]), sampled), cache
-
-
 def _accept(sampled: Sampled, verified: Array) -> tuple[Array, Array, Array]:
     """Of each sequence how many tokens count, the last of them, and whether all came of a distribution.
 
@@ -201,10 +193,14 @@ def prefill_step(
 ) -> tuple[StepOutput, StepState]:
     """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output.
 
+    Reads the chunks, computes, samples behind their ends (and looks up the prompt), writes back, drafts behind prompts
+    that are complete.
+
     With `features` [n, hidden], which are left as they are, `packed` holds the places that name them too.
     """
     cache, table = state
     column, batch, table = _read_prefill(shape, bucket, table, packed, features)
+
     hidden, lengths, cache = model.advance(params, cache, batch)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
@@ -218,6 +214,7 @@ def prefill_step(
             lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
         )
     sampled = sample_rows(model, options, table.adjustments, logits, rows, None, column["wants_top"])
+
     table = _advanced(table, batch.slots, ends, sampled.tokens.reshape(ends.shape))
     unjudged = lengths.reshape(-1) == 0  # bounded replay: no token of the chunk has a final state
     completing = jnp.where(column["completes"] > 0, batch.slots, shape.slots)
