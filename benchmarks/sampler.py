@@ -34,23 +34,21 @@ VOCAB, NUM_TOP, ROUNDS = 129_280, 1000, 7
 def requests(batch: int) -> dict[str, SamplingRows]:
     """Rows that all want the same."""
     number = jnp.arange(batch, dtype=jnp.int32)
-    plain = plain_rows(batch)._replace(position=number)
-    wide = plain._replace(temperature=jnp.full(batch, 0.8, jnp.float32))
+    plain = plain_rows(batch).replace(position=number)
+    wide = plain.replace(temperature=jnp.full(batch, 0.8, jnp.float32))
     return {
-        "greedy": plain._replace(
+        "greedy": plain.replace(
             greedy=jnp.ones(batch, jnp.bool_), temperature=jnp.full(batch, GREEDY_TEMPERATURE, jnp.float32)
         ),
         "temperature": wide,
-        "top-k 50": wide._replace(top_k=jnp.full(batch, 50, jnp.int32)),
-        "top-p 0.95": wide._replace(top_p=jnp.full(batch, 0.95, jnp.float32)),
-        "min-p 0.05": wide._replace(min_p=jnp.full(batch, 0.05, jnp.float32)),
-        "top-k and top-p": wide._replace(
-            top_k=jnp.full(batch, 50, jnp.int32), top_p=jnp.full(batch, 0.95, jnp.float32)
-        ),
-        "biases": wide._replace(edits=number),
-        "penalties": wide._replace(counts=number, presence=jnp.full(batch, 0.5, jnp.float32)),
-        "mask": wide._replace(mask=number),
-        "raw log-probs": wide._replace(raw_logprobs=jnp.ones(batch, jnp.bool_)),
+        "top-k 50": wide.replace(top_k=jnp.full(batch, 50, jnp.int32)),
+        "top-p 0.95": wide.replace(top_p=jnp.full(batch, 0.95, jnp.float32)),
+        "min-p 0.05": wide.replace(min_p=jnp.full(batch, 0.05, jnp.float32)),
+        "top-k and top-p": wide.replace(top_k=jnp.full(batch, 50, jnp.int32), top_p=jnp.full(batch, 0.95, jnp.float32)),
+        "biases": wide.replace(edits=number),
+        "penalties": wide.replace(counts=number, presence=jnp.full(batch, 0.5, jnp.float32)),
+        "mask": wide.replace(mask=number),
+        "raw log-probs": wide.replace(raw_logprobs=jnp.ones(batch, jnp.bool_)),
         "top lists": wide,
     }
 

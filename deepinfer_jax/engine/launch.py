@@ -10,7 +10,7 @@ from deepinfer_jax.engine.args import EngineLimits
 from deepinfer_jax.engine.grammars.request_queue import look_ahead, write_masks
 from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.requests.adjustments import write_adjustments
-from deepinfer_jax.engine.requests.request import (
+from deepinfer_jax.engine.requests.columns import (
     forced_tokens,
     mask_bits,
     prefill_columns,

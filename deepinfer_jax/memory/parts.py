@@ -1,13 +1,16 @@
-"""How many bytes each part of an engine takes on one device; arithmetic on shapes, nothing is allocated."""
+"""How many bytes each part of an engine takes on one device; counted on shapes, nothing is allocated."""
 
+import dataclasses
 import functools
 import math
 from collections import Counter
 from typing import cast
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from deepinfer_jax.cache.paged import state_specs
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config.layer_plan import layer_plans
 from deepinfer_jax.config.model_config import ModelConfig
@@ -16,8 +19,8 @@ from deepinfer_jax.kernels.experts.reference import LARGEST_TILE
 from deepinfer_jax.kernels.sparse_attention.reference import TILE_ROWS
 from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
 from deepinfer_jax.model.vision import SCORE_BYTES as VISION_SCORE_BYTES
+from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.vision_encoder import bucket_features, most_features, patch_buckets
-from deepinfer_jax.sampling import MAX_EDITS
 from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.weights.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.weights.sharding import DATA, EXPERT, param_sharding, placed_shape
@@ -101,10 +104,10 @@ def state_bytes(
 
 
 def slot_table_bytes(vocab_size: int, num_drafts: int) -> int:
-    """Of a slot without its drafts: length, limit, last token, top_k and six parameters of sampling, 4 bytes each, four
-    flags, a seed of 8; edits of 12 bytes each, a count of each id, and a mask of the ids for each row of a decode step.
-    """
-    return 10 * 4 + 4 + 8 + 12 * MAX_EDITS + 4 * vocab_size + (1 + num_drafts) * 4 * -(-vocab_size // 32)
+    """Of a slot without its drafts and its block table, counted on the arrays of the table themselves."""
+    shape = CacheShape(data=1, slots=1, blocks=0, tokens_per_block=1, rollback=num_drafts)
+    table = jax.eval_shape(lambda: init_slot_table(shape, 0, vocab_size))
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(dataclasses.replace(table, drafts=None)))
 
 
 def temporary_bytes(

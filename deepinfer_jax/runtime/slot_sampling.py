@@ -2,53 +2,50 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.sampling import MAX_EDITS, Adjustments, SamplingRows
-
-FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_FLAGS = ("greedy", "raw_logprobs", "edited", "penalised")
-SAMPLING_COLUMNS = (*FLOAT_COLUMNS, *_FLAGS, "top_k", "seed_low", "seed_high")
-"""The columns of `step_input` that say so; those of `FLOAT_COLUMNS` are floats."""
+from deepinfer_jax.sampling.fields import SlotField, SlotFields, notes
+from deepinfer_jax.sampling.rows import ROW_FIELDS
 
 
-@struct.dataclass
-class SlotSampling:
-    """Sampling parameters, one row per slot of each dp rank; see `SamplingRows`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotSampling(SlotFields):
+    """Sampling parameters, one row per slot of each dp rank: `SlotFields` as arrays [data, slots, ...].
 
     Attributes:
-        temperature, top_p, min_p, presence, frequency, repetition: float32 [data, slots].
-        top_k: int32 [data, slots].
-        greedy, raw_logprobs: bool [data, slots].
         edited, penalised: bool [data, slots], whether the slot's edits and counts in `Adjustments` are its sequence's.
-        seed: uint32 [data, slots, 2], low and high word of `seq_seed`.
     """
 
-    temperature: Array
-    top_p: Array
-    min_p: Array
-    presence: Array
-    frequency: Array
-    repetition: Array
-    greedy: Array
-    raw_logprobs: Array
-    edited: Array
-    penalised: Array
-    top_k: Array
-    seed: Array
+    edited: Annotated[Array, SlotField("edited", np.bool_, False)]
+    penalised: Annotated[Array, SlotField("penalised", np.bool_, False)]
+
+
+def _by_dtype(fields: dict[str, SlotField]) -> dict[str, SlotField]:
+    order = (np.float32, np.bool_, np.int32, np.uint32)
+    return dict(sorted(fields.items(), key=lambda item: order.index(item[1].dtype)))
+
+
+SAMPLING_FIELDS = _by_dtype(notes(SlotSampling, SlotField))
+"""The fields of `SlotSampling` as the programs have them: those of one dtype together."""
+
+COLUMN_DTYPES = {column: field.dtype for name, field in SAMPLING_FIELDS.items() for column in field.words or (name,)}
+"""The columns of `step_input` that say so, in their order, and what each holds."""
+
+jax.tree_util.register_dataclass(SlotSampling, data_fields=list(SAMPLING_FIELDS), meta_fields=[])
 
 
 def init_slot_sampling(filled: Callable[..., Array]) -> SlotSampling:
-    """Of empty slots. filled: (value, dtype, *more axes) -> array [data, slots, *more]."""
-    floats = {name: filled(1, jnp.float32) for name in FLOAT_COLUMNS}
-    flags = {name: filled(name == "greedy", jnp.bool_) for name in _FLAGS}
-    return SlotSampling(**floats, **flags, top_k=filled(-1, jnp.int32), seed=filled(0, jnp.uint32, 2))
+    """Of empty slots: all is off. filled: (value, dtype, *more axes) -> array [data, slots, *more]."""
+    return SlotSampling(
+        **{name: filled(field.off, field.dtype, *field.axes) for name, field in SAMPLING_FIELDS.items()}
+    )
 
 
 def init_adjustments(filled: Callable[..., Array], vocab_size: int, time: int) -> Adjustments:
@@ -66,12 +63,13 @@ def init_adjustments(filled: Callable[..., Array], vocab_size: int, time: int) -
 
 
 def with_sampling(kept: SlotSampling, slots: Array, column: dict[str, Array]) -> SlotSampling:
-    """With the parameters of the rows in slots int32 [data, rows]; column: `SAMPLING_COLUMNS`, [data, rows]."""
-    values = {name: column[name] for name in (*FLOAT_COLUMNS, "top_k")} | {name: column[name] != 0 for name in _FLAGS}
-    values["seed"] = jnp.stack([column["seed_low"], column["seed_high"]], axis=-1)
-    return dataclasses.replace(
-        kept, **{name: write_pool(getattr(kept, name), (slots,), value) for name, value in values.items()}
-    )
+    """With the parameters of the rows in slots int32 [data, rows]; column: of `COLUMN_DTYPES`, [data, rows]."""
+    fields = SAMPLING_FIELDS.items()
+    numbers = {name: column[name] for name, field in fields if field.dtype in (np.float32, np.int32)}
+    flags = {name: column[name] != 0 for name, field in fields if field.dtype is np.bool_}
+    pairs = {name: jnp.stack([column[word] for word in field.words], axis=-1) for name, field in fields if field.words}
+    values = numbers | flags | pairs
+    return kept.replace(**{name: write_pool(getattr(kept, name), (slots,), value) for name, value in values.items()})
 
 
 def with_adjustments(kept: Adjustments, packed: Array, counts: Array) -> Adjustments:
@@ -137,8 +135,8 @@ def sampling_rows(
         """[data, rows, ...], the same for all tokens of a row."""
         return jnp.repeat(array.reshape(data * rows, *array.shape[2:]), time, axis=0)
 
-    def of(array: Array) -> Array:
-        return spread(read_pool(array, slots))
+    def of(name: str) -> Array:
+        return spread(read_pool(getattr(kept, name), slots))
 
     idle = slots >= num_slots
     holder = jnp.where(idle, -1, slots + num_slots * jnp.arange(data)[:, None])  # in the flat tables
@@ -150,21 +148,16 @@ def sampling_rows(
         own = holder[..., None]
         has_mask = (masked[..., None] >> step & 1 > 0) & (own >= 0)
         mask = jnp.where(has_mask, own * tables.masks.shape[2] + step, -1).reshape(-1)
+    own_fields = {
+        name: of(name) | (residents < 0) if name == "greedy" else of(name)  # an idle row draws nothing
+        for name in ROW_FIELDS
+    }
     return SamplingRows(
-        temperature=of(kept.temperature),
-        greedy=of(kept.greedy) | (residents < 0),  # an idle row draws nothing
-        top_p=of(kept.top_p),
-        top_k=of(kept.top_k),
-        min_p=of(kept.min_p),
-        raw_logprobs=of(kept.raw_logprobs),
-        presence=of(kept.presence),
-        frequency=of(kept.frequency),
-        repetition=of(kept.repetition),
-        seed=of(kept.seed),
+        **own_fields,
         position=(position[..., None] + step).reshape(-1),
         forced=forced.reshape(-1),
-        edits=jnp.where(of(kept.edited), residents, -1),
-        counts=jnp.where(of(kept.penalised), residents, -1),
+        edits=jnp.where(of("edited"), residents, -1),
+        counts=jnp.where(of("penalised"), residents, -1),
         mask=mask,
         uncounted=before,
     )

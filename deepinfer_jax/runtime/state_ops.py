@@ -1,6 +1,8 @@
-"""The programs that move state between host and device, complete it or spoil it, in few rows of fixed shape.
+"""State ops: the programs beside the steps. They copy state between host and device, draft behind it, write what
+changes logits, or spoil blocks and slots.
 
-Unused rows have a slot or a block out of range: nothing is written for them, and what is read for them means nothing.
+Each takes a few rows, always as many; more rows are several calls. Unused rows have a slot or a block out of range:
+nothing is written for them, and what is read for them means nothing.
 """
 
 import dataclasses
@@ -27,14 +29,15 @@ from deepinfer_jax.kernels.pools import write_pool
 from deepinfer_jax.runtime.paged_model import StepModel
 from deepinfer_jax.runtime.slot_sampling import with_adjustments, with_sampling
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
-from deepinfer_jax.runtime.steps import StepState, next_drafts
+from deepinfer_jax.runtime.step_sampling import next_drafts
+from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.sampling import MAX_EDITS, NO_OPTIONS, SamplerOptions
 from deepinfer_jax.scheduler.decode import row_places
 
 StateOp = Literal["read_slots", "restore", "read_blocks", "write_blocks", "draft", "poison", "write_adjustments"]
 
 WRITES: frozenset[StateOp] = frozenset({*get_args(StateOp)} - {"read_slots", "read_blocks"})
-"""Moves that take the state and give it back changed; the others give bytes and leave it."""
+"""Ops that take the state and give it back changed; the others give bytes and leave it."""
 
 # Rows of one call, of each dp rank.
 SLOT_ROWS = 4
@@ -43,9 +46,9 @@ MASK_ROWS = 8
 
 
 def state_op_program(
-    model: StepModel, move: StateOp, shape: CacheShape, options: SamplerOptions = NO_OPTIONS
+    model: StepModel, op: StateOp, shape: CacheShape, options: SamplerOptions = NO_OPTIONS
 ) -> Callable[..., Any]:
-    """The function (parameters, state, *host inputs) of a move."""
+    """The function (parameters, state, *host inputs) of an op."""
     declared = model.state(shape.tokens_per_block)
 
     def read_state(params: Any, state: StepState, rows: Array) -> Array:
@@ -76,13 +79,13 @@ def state_op_program(
         "poison": spoil,
         "write_adjustments": adjust,
     }
-    return programs[move]
+    return programs[op]
 
 
 def state_op_input_shapes(
-    model: StepModel, move: StateOp, shape: CacheShape, table_width: int
+    model: StepModel, op: StateOp, shape: CacheShape, table_width: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The host inputs of a move; each leads with the data axis."""
+    """The host inputs of an op; each leads with the data axis."""
     declared = model.state(shape.tokens_per_block)
     slots, blocks = (shape.data, SLOT_ROWS), (shape.data, BLOCK_ROWS)
     inputs: dict[StateOp, tuple[tuple[Any, Any], ...]] = {
@@ -97,7 +100,7 @@ def state_op_input_shapes(
         "poison": ((blocks, np.int32), (slots, np.int32)),
         "write_adjustments": (((*slots, 1 + 3 * MAX_EDITS), np.int32), ((*slots, model.vocab_size), np.int32)),
     }
-    return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[move])
+    return tuple(jax.ShapeDtypeStruct(size, dtype) for size, dtype in inputs[op])
 
 
 def write_masks(masks: Array, slots: Array, rows: Array) -> Array:
@@ -131,7 +134,7 @@ def _restore(declared: Any, params: Any, state: StepState, packed: Array, states
 
 
 class Places(NamedTuple):
-    """Where rows stand in the calls of a move: in array `call` at [dp_rank, row]. int32 [n] each."""
+    """Where rows stand in the calls of an op: in array `call` at [dp_rank, row]. int32 [n] each."""
 
     call: npt.NDArray[np.int32]
     dp_rank: npt.NDArray[np.int32]

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from deepinfer_jax.runtime.slot_sampling import FLOAT_COLUMNS, SAMPLING_COLUMNS
+from deepinfer_jax.runtime.slot_sampling import COLUMN_DTYPES
 from deepinfer_jax.scheduler import Bucket, DecodeStep, PrefillStep, blocks_for, blocks_per_decode
 
 # One column per field, in this order; then the new blocks and the tokens: those of a prefill step, and of a decode step
@@ -28,14 +27,13 @@ PREFILL_COLUMNS = (
     "num_new_tokens",
     "completes",
     "limit",
-    *SAMPLING_COLUMNS,
+    *COLUMN_DTYPES,
     "next_token",
     "wants_prompt_logprobs",
     "kept_from",
 )
 # Then the whole block table.
-RESTORE_COLUMNS = ("slot", "length", "limit", "last_token", *SAMPLING_COLUMNS)
-_WORDS = ("seed_low", "seed_high")
+RESTORE_COLUMNS = ("slot", "length", "limit", "last_token", *COLUMN_DTYPES)
 
 
 def decode_width(bucket: Bucket, tokens_per_block: int) -> int:
@@ -131,21 +129,15 @@ def pack_rows(
 
 
 def unpack(packed: Array, names: tuple[str, ...], num_blocks: int) -> tuple[dict[str, Array], Array, Array]:
-    """Columns [data, rows] of their natural types, new blocks [data, rows, num_blocks], and what follows them."""
+    """Columns [data, rows] of their natural types (flags: int32), new blocks [data, rows, num_blocks], and the rest."""
     column = {name: packed[:, :, index] for index, name in enumerate(names)}
-    for name in FLOAT_COLUMNS:
-        if name in column:
-            column[name] = jax.lax.bitcast_convert_type(column[name], jnp.float32)
-    for name in _WORDS:
-        if name in column:
-            column[name] = jax.lax.bitcast_convert_type(column[name], jnp.uint32)
+    for name, dtype in COLUMN_DTYPES.items():
+        if name in column and dtype in (np.float32, np.uint32):
+            column[name] = jax.lax.bitcast_convert_type(column[name], dtype)
     first = len(names)
     return column, packed[:, :, first : first + num_blocks], packed[:, :, first + num_blocks :]
 
 
 def _bits(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    if name in FLOAT_COLUMNS:
-        return np.asarray(values, np.float32).view(np.int32)
-    if name in _WORDS:
-        return np.asarray(values, np.uint32).view(np.int32)
-    return np.asarray(values, np.int32)
+    dtype = COLUMN_DTYPES.get(name, np.int32)
+    return np.asarray(values, np.int32 if dtype is np.bool_ else dtype).view(np.int32)

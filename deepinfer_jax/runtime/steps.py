@@ -18,19 +18,16 @@ from jax import Array
 
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.pools import read_pool, write_pool
-from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.runtime.allocation import allocate, verification_rates
 from deepinfer_jax.runtime.packed_rows import pack_rows
-from deepinfer_jax.runtime.paged_model import Drafted, StepBatch, StepModel
-from deepinfer_jax.runtime.slot_drafts import draft_rows, with_drafts
-from deepinfer_jax.runtime.slot_sampling import count_tokens, flat_tables, sampling_rows, with_sampling
+from deepinfer_jax.runtime.paged_model import StepBatch, StepModel
+from deepinfer_jax.runtime.slot_drafts import draft_rows
+from deepinfer_jax.runtime.slot_sampling import count_tokens, sampling_rows, with_sampling
 from deepinfer_jax.runtime.slot_table import SlotTable, grow_blocks
 from deepinfer_jax.runtime.step_input import DECODE_COLUMNS, PREFILL_COLUMNS, unpack
-from deepinfer_jax.sampling import DraftRows, Sampled, SamplerOptions, SamplingRows, draw_draft, prompt_logprobs, sample
+from deepinfer_jax.runtime.step_sampling import next_drafts, prompt_logprobs_of, sample_rows
+from deepinfer_jax.sampling import DraftRows, Sampled, SamplerOptions, SamplingRows
 from deepinfer_jax.scheduler import Bucket, blocks_for, blocks_per_decode
-
-# Longest list of likeliest tokens; SamplingParams allows no longer one (DB §1.5).
-MAX_TOP = 1000
 
 
 class StepState(NamedTuple):
@@ -68,6 +65,24 @@ class StepOutput(NamedTuple):
     prompt_logprobs: Array | None
 
 
+class _DecodeInput(NamedTuple):
+    """What a decode step is to compute.
+
+    Attributes:
+        batch: of each sequence the last token and its drafts; `lengths` says how many of them are verified.
+        rows: what they sample by, [data · rows · time].
+        drafts: what they judge, [data · rows · time]; None without drafts.
+        confidences: of the drafts. float32 [data, rows, drafts]; None without drafts.
+        wants_top: int32 [data, rows].
+    """
+
+    batch: StepBatch
+    rows: SamplingRows
+    drafts: DraftRows | None
+    confidences: Array | None
+    wants_top: Array
+
+
 def decode_step(
     model: StepModel,
     shape: CacheShape,
@@ -77,8 +92,43 @@ def decode_step(
     state: StepState,
     packed: Array,
 ) -> tuple[StepOutput, StepState]:
-    """The next tokens of each row's sequence, on `step_input.pack_decode`."""
+    """The next tokens of each row's sequence, on `step_input.pack_decode`.
+
+    Reads what to compute, packs it if there is not room for all, computes, samples, accepts, writes back, drafts.
+    """
     cache, table = state
+    given, table = _read_decode(shape, bucket, options, table, packed)
+    batch, rows, drafts = given.batch, given.rows, given.drafts
+    slots, starts, verified = batch.slots, batch.starts, batch.lengths
+
+    packing = pack_rows(verified, bucket.packed) if bucket.packed else None
+    if packing is not None:
+        batch = packing.batch(batch, shape.slots)
+        rows, drafts = packing.take((rows, drafts), bucket.time)
+    hidden, _, cache = model.advance(params, cache, batch)
+    logits = model.logits(params, hidden)
+    logits = logits.reshape(-1, logits.shape[2])
+    sampled = sample_rows(model, options, table.adjustments, logits, rows, drafts, given.wants_top)
+    if packing is not None:
+        sampled = packing.spread(sampled, bucket.time)
+    else:
+        sampled = jax.tree.map(lambda array: array.reshape(slots.size, bucket.time, *array.shape[1:]), sampled)
+    counts, last, finite = _accept(sampled, verified)
+
+    computed = counts.reshape(slots.shape)
+    counted = count_tokens(table.adjustments, slots, given.batch.tokens, computed)
+    written = jnp.where(computed > 0, slots, shape.slots)
+    table = _advanced(dataclasses.replace(table, adjustments=counted), written, starts + computed, last)
+    table, drafted = next_drafts(model, options, params, cache, table, written)
+    judged = None if given.confidences is None else given.confidences.reshape(slots.size, -1)
+    output = StepOutput(sampled, verified.reshape(-1), counts, finite, drafted, judged, None)
+    return output, StepState(cache, table)
+
+
+def _read_decode(
+    shape: CacheShape, bucket: Bucket, options: SamplerOptions, table: SlotTable, packed: Array
+) -> tuple[_DecodeInput, SlotTable]:
+    """What the step is to compute, from the host's array and the slot table; and the table with the new blocks."""
     column, new_blocks, forced = unpack(
         packed, DECODE_COLUMNS, blocks_per_decode(shape.tokens_per_block, shape.rollback)
     )
@@ -113,30 +163,22 @@ def decode_step(
         uncounted=tokens,
         masked=column["masked"],
     )
-    packing = pack_rows(verified, bucket.packed) if bucket.packed else None
-    if packing is not None:
-        batch = packing.batch(batch, shape.slots)
-        rows, drafts = packing.take((rows, drafts), bucket.time)
-    hidden, _, cache = model.advance(params, cache, batch)
-    logits = model.logits(params, hidden)
-    sampled = _sample(model, options, table, logits.reshape(-1, logits.shape[2]), rows, drafts, column["wants_top"])
-    if packing is not None:
-        sampled = packing.spread(sampled, bucket.time)
-    else:
-        sampled = jax.tree.map(lambda array: array.reshape(slots.size, bucket.time, *array.shape[1:]), sampled)
+    given = _DecodeInput(batch, rows, drafts, confidences, column["wants_top"])
+    return given, dataclasses.replace(table, blocks=blocks)
 
+
+def _accept(sampled: Sampled, verified: Array) -> tuple[Array, Array, Array]:
+    """Of each sequence how many tokens count, the last of them, and whether all came of a distribution.
+
+    sampled: [sequences, time, ...]; verified: rows that were computed, int32 [data, rows].
+
+    Returns int32 [sequences], int32 [data, rows] and bool [sequences].
+    """
     accepted = jnp.sum(jnp.cumprod(sampled.accepted.astype(jnp.int32), axis=1), axis=1)  # the last row has no draft
     counts = jnp.minimum(accepted + 1, verified.reshape(-1))
-    last = jnp.take_along_axis(sampled.tokens, accepted[:, None], axis=1).reshape(slots.shape)
-    finite = jnp.all(sampled.finite | (jnp.arange(bucket.time) > accepted[:, None]), axis=1)
-    computed = counts.reshape(slots.shape)
-    counted = count_tokens(table.adjustments, slots, tokens, computed)
-    written = jnp.where(computed > 0, slots, shape.slots)
-    table = _advanced(dataclasses.replace(table, adjustments=counted), blocks, written, starts + computed, last)
-    table, drafted = next_drafts(model, options, params, cache, table, written)
-    judged = None if confidences is None else confidences.reshape(slots.size, -1)
-    output = StepOutput(sampled, verified.reshape(-1), counts, finite, drafted, judged, None)
-    return output, StepState(cache, table)
+    last = jnp.take_along_axis(sampled.tokens, accepted[:, None], axis=1).reshape(verified.shape)
+    finite = jnp.all(sampled.finite | (jnp.arange(sampled.tokens.shape[1]) > accepted[:, None]), axis=1)
+    return counts, last, finite
 
 
 def prefill_step(
@@ -151,58 +193,36 @@ def prefill_step(
 ) -> tuple[StepOutput, StepState]:
     """A chunk of each row's prompt, on `step_input.pack_prefill`; the last chunk samples the first output.
 
+    Reads the chunks, computes, samples behind their ends (and looks up the prompt), writes back, drafts behind prompts
+    that are complete.
+
     With `features` [n, hidden], which are left as they are, `packed` holds the places that name them too.
     """
     cache, table = state
-    column, new_blocks, tokens = unpack(packed, PREFILL_COLUMNS, blocks_for(bucket.time, shape.tokens_per_block))
-    places = None
-    if features is not None:
-        tokens, places = jnp.split(tokens, 2, axis=2)
-    slots, starts = column["slot"], column["start"]
-    table = _with_parameters(table, column, shape.blocks)
-    blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
-    active = slots < shape.slots
-    batch = StepBatch(
-        tokens=tokens,
-        lengths=jnp.where(active, column["num_new_tokens"], 0),
-        starts=starts,
-        slots=slots,
-        tables=read_pool(blocks, slots)[:, :, : bucket.width],
-        kept_from=column["kept_from"],
-        places=places,
-        features=features,
-    )
+    column, batch, table = _read_prefill(shape, bucket, table, packed, features)
+
     hidden, lengths, cache = model.advance(params, cache, batch)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
-    ends = starts + batch.lengths
-    forced = column["forced"][..., None]
-    nothing = jnp.full_like(forced, -1)
-    rows = sampling_rows(
-        table.sampling,
-        table.adjustments,
-        slots,
-        ends,
-        forced=forced,
-        uncounted=nothing,
-        masked=column["masked"],
-    )
+    ends = batch.starts + batch.lengths
+    rows = _first_outputs(table, column, ends)
     of_prompt = None
     if hidden.shape[1] == bucket.time:
         of_prompt = jax.lax.cond(
             jnp.any(column["wants_prompt_logprobs"] > 0),
-            lambda: _prompt_logprobs(model, options, params, hidden, batch, rows, column["next_token"].reshape(-1)),
+            lambda: prompt_logprobs_of(model, options, params, hidden, batch, rows, column["next_token"].reshape(-1)),
             lambda: jnp.zeros(hidden.shape[:2], jnp.float32),
         )
-    sampled = _sample(model, options, table, logits, rows, None, column["wants_top"])
-    table = _advanced(table, blocks, slots, ends, sampled.tokens.reshape(slots.shape))
+    sampled = sample_rows(model, options, table.adjustments, logits, rows, None, column["wants_top"])
+
+    table = _advanced(table, batch.slots, ends, sampled.tokens.reshape(ends.shape))
     unjudged = lengths.reshape(-1) == 0  # bounded replay: no token of the chunk has a final state
-    completing = jnp.where(column["completes"] > 0, slots, shape.slots)
+    completing = jnp.where(column["completes"] > 0, batch.slots, shape.slots)
     table, drafted = next_drafts(model, options, params, cache, table, completing)
     output = StepOutput(
         sampled=jax.tree.map(lambda array: array[:, None], sampled),
-        verified=jnp.ones(slots.size, jnp.int32),
-        counts=jnp.ones(slots.size, jnp.int32),
+        verified=jnp.ones(ends.size, jnp.int32),
+        counts=jnp.ones(ends.size, jnp.int32),
         finite=sampled.finite | unjudged,
         drafts=drafted,
         confidences=None,
@@ -211,67 +231,28 @@ def prefill_step(
     return output, StepState(cache, table)
 
 
-def _advanced(table: SlotTable, blocks: Array, slots: Array, ends: Array, tokens: Array) -> SlotTable:
-    """The slot table after a step: block tables, and the rows' new lengths and last tokens."""
-    return dataclasses.replace(
-        table,
-        blocks=blocks,
-        lengths=write_pool(table.lengths, (slots,), ends),
-        last_token=write_pool(table.last_token, (slots,), tokens),
+def _read_prefill(
+    shape: CacheShape, bucket: Bucket, table: SlotTable, packed: Array, features: Array | None
+) -> tuple[dict[str, Array], StepBatch, SlotTable]:
+    """The host's columns and the chunks; and the slot table with the rows' parameters and new blocks."""
+    column, new_blocks, tokens = unpack(packed, PREFILL_COLUMNS, blocks_for(bucket.time, shape.tokens_per_block))
+    places = None
+    if features is not None:
+        tokens, places = jnp.split(tokens, 2, axis=2)
+    slots = column["slot"]
+    table = _with_parameters(table, column, shape.blocks)
+    blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)
+    batch = StepBatch(
+        tokens=tokens,
+        lengths=jnp.where(slots < shape.slots, column["num_new_tokens"], 0),
+        starts=column["start"],
+        slots=slots,
+        tables=read_pool(blocks, slots)[:, :, : bucket.width],
+        kept_from=column["kept_from"],
+        places=places,
+        features=features,
     )
-
-
-def next_drafts(
-    model: StepModel, options: SamplerOptions, params: Any, cache: Any, table: SlotTable, slots: Array
-) -> tuple[SlotTable, Array | None]:
-    """The slot table with drafts behind the last tokens, and the drafts, int32 [data · rows, drafts].
-
-    slots: int32 [data, rows], out of range where nothing is to be drafted. Without drafts nothing happens.
-    """
-    kept = table.drafts
-    if kept is None:
-        return table, None
-    count, wanted = kept.tokens.shape[2], slots < kept.tokens.shape[1]
-
-    def draw() -> Drafted:
-        lengths = jnp.where(wanted, read_pool(table.lengths, slots), 0)
-        given = read_pool(table.last_token, slots)
-
-        def pick(number: int, logits: Array) -> tuple[Array, Array]:
-            none = jnp.full((*slots.shape, 1), -1, jnp.int32)
-            position = lengths + 1 + number
-            rows = sampling_rows(table.sampling, table.adjustments, slots, position, forced=none, uncounted=none)
-
-            def of_rows(logits: Array, rows: SamplingRows) -> tuple[Array, Array]:
-                return draw_draft(logits, rows, number, options)
-
-            with batch_invariant(model.batch_invariant):
-                return rowwise(of_rows, logits, rows, lead=1)
-
-        with jax.named_scope("draft"):
-            return model.draft(params, cache, slots, lengths, given, count, pick)
-
-    nothing = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(draw))
-    drafted = jax.lax.cond(jnp.any(wanted), draw, lambda: nothing)
-    return dataclasses.replace(table, drafts=with_drafts(kept, slots, drafted)), drafted.tokens
-
-
-def _sample(
-    model: StepModel,
-    options: SamplerOptions,
-    table: SlotTable,
-    logits: Array,
-    rows: SamplingRows,
-    drafts: DraftRows | None,
-    wants_top: Array,
-) -> Sampled:
-    any_top, tables = jnp.any(wants_top > 0), flat_tables(table.adjustments)
-
-    def of_rows(logits: Array, rows: SamplingRows, drafts: DraftRows | None) -> Sampled:
-        return sample(logits, rows, options=options, tables=tables, drafts=drafts, num_top=MAX_TOP, wants_top=any_top)
-
-    with batch_invariant(model.batch_invariant):
-        return rowwise(of_rows, logits, rows, drafts, lead=1)
+    return column, batch, dataclasses.replace(table, blocks=blocks)
 
 
 def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) -> SlotTable:
@@ -287,28 +268,24 @@ def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) 
     )
 
 
-def _prompt_logprobs(
-    model: StepModel,
-    options: SamplerOptions,
-    params: Any,
-    hidden: Array,
-    batch: StepBatch,
-    rows: SamplingRows,
-    next_token: Array,
-) -> Array:
-    """float32 [rows, time], one position at a time so that never [rows, time, vocab] exists."""
-    time = hidden.shape[1]
-    tokens, lengths = batch.tokens.reshape(-1, time), batch.lengths.reshape(-1)
+def _first_outputs(table: SlotTable, column: dict[str, Array], ends: Array) -> SamplingRows:
+    """What the tokens behind the chunks sample by; ends: their positions, int32 [data, rows]."""
+    forced = column["forced"][..., None]
+    return sampling_rows(
+        table.sampling,
+        table.adjustments,
+        column["slot"],
+        ends,
+        forced=forced,
+        uncounted=jnp.full_like(forced, -1),
+        masked=column["masked"],
+    )
 
-    def of_rows(logits: Array, rows: SamplingRows, target: Array) -> Array:
-        return prompt_logprobs(logits, rows, target, options)
 
-    def at_position(operand: tuple[Array, Array]) -> Array:
-        hidden_here, target = operand
-        logits = model.logits(params, hidden_here[:, None])[:, 0]
-        with batch_invariant(model.batch_invariant):
-            return rowwise(of_rows, logits, rows, target, lead=1)
-
-    is_last = jnp.arange(time) == lengths[:, None] - 1
-    targets = jnp.where(is_last, next_token[:, None], jnp.roll(tokens, -1, axis=1))
-    return jax.lax.map(at_position, (hidden.swapaxes(0, 1), targets.T)).T
+def _advanced(table: SlotTable, slots: Array, ends: Array, tokens: Array) -> SlotTable:
+    """The slot table after a step, with the rows' new lengths and last tokens."""
+    return dataclasses.replace(
+        table,
+        lengths=write_pool(table.lengths, (slots,), ends),
+        last_token=write_pool(table.last_token, (slots,), tokens),
+    )

@@ -8,7 +8,8 @@ from flax import struct
 from jax import Array
 
 from deepinfer_jax.sampling.adjust import Adjustments
-from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, plain_rows
+from deepinfer_jax.sampling.fields import SamplerScalars, sampler_scalars
+from deepinfer_jax.sampling.rows import GREEDY_TEMPERATURE, ROW_FIELDS, plain_rows
 from deepinfer_jax.sampling.sample import sample
 
 
@@ -28,9 +29,19 @@ class SampleFn(Protocol):
         """
 
 
+def _with_all_scalars[State](cls: type[State]) -> type[State]:
+    """The class with a field, last and off, for each scalar of the table that it does not spell out."""
+    for name in sampler_scalars():
+        if name not in cls.__annotations__:
+            cls.__annotations__[name] = Any
+            setattr(cls, name, getattr(SamplerScalars, name))
+    return cls
+
+
 @struct.dataclass
+@_with_all_scalars
 class SamplerState:
-    """The state of `sample_fn`: `SamplingParams` as numbers, each a float or an array [].
+    """The state of `sample_fn`: the scalars of `SamplingParams` as numbers, each a float or an array [].
 
     Attributes:
         temperature: below 1e-5 it is the argmax.
@@ -39,13 +50,14 @@ class SamplerState:
         prompt_len: so many tokens of the history are the prompt, of which the first two penalties know nothing.
     """
 
-    temperature: Any = 1.0
-    top_p: Any = 1.0
-    top_k: Any = -1
-    min_p: Any = 0.0
-    presence_penalty: Any = 0.0
-    frequency_penalty: Any = 0.0
-    repetition_penalty: Any = 1.0
+    # Spelled out for type checkers, and for the places of arguments.
+    temperature: Any = SamplerScalars.temperature
+    top_p: Any = SamplerScalars.top_p
+    top_k: Any = SamplerScalars.top_k
+    min_p: Any = SamplerScalars.min_p
+    presence_penalty: Any = SamplerScalars.presence_penalty
+    frequency_penalty: Any = SamplerScalars.frequency_penalty
+    repetition_penalty: Any = SamplerScalars.repetition_penalty
     prompt_len: Any = 0
 
 
@@ -68,16 +80,16 @@ def sample_fn(logits: Array, state: SamplerState, key: Array, history: Array) ->
         counts=jnp.zeros((1, vocab), jnp.int32).at[0, prompt].set(1, mode="drop"),
         masks=jnp.zeros((1, -(-vocab // 32)), jnp.uint32),
     )
-    greedy = row(state.temperature, jnp.float32) < GREEDY_TEMPERATURE
-    rows = plain_rows(1)._replace(
-        temperature=jnp.where(greedy, GREEDY_TEMPERATURE, row(state.temperature, jnp.float32)),
+    scalars = {
+        name: row(getattr(state, field.source), field.dtype)
+        for name, field in ROW_FIELDS.items()
+        if field.source in sampler_scalars()
+    }
+    greedy = scalars["temperature"] < GREEDY_TEMPERATURE
+    scalars["temperature"] = jnp.where(greedy, GREEDY_TEMPERATURE, scalars["temperature"])
+    rows = plain_rows(1).replace(
+        **scalars,
         greedy=greedy,
-        top_p=row(state.top_p, jnp.float32),
-        top_k=row(state.top_k, jnp.int32),
-        min_p=row(state.min_p, jnp.float32),
-        presence=row(state.presence_penalty, jnp.float32),
-        frequency=row(state.frequency_penalty, jnp.float32),
-        repetition=row(state.repetition_penalty, jnp.float32),
         seed=jax.random.bits(key, (1, 2), jnp.uint32),
         counts=jnp.zeros(1, jnp.int32),
         uncounted=jnp.where(held, -1, history)[None],

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.requests.columns import prefill_columns
 from deepinfer_jax.engine.requests.outputs import RequestOutput
-from deepinfer_jax.engine.requests.request import prefill_columns
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.toy import (
     EOS,

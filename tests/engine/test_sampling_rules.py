@@ -54,7 +54,7 @@ def twin(prompt: list[int], params: SamplingParams) -> list[int]:
     output: list[int] = []
     seed = params.seq_seed or 0
     while len(output) < params.max_tokens and not (output and output[-1] in params.stop_ids):
-        rows = plain_rows(1)._replace(
+        rows = plain_rows(1).replace(
             temperature=jnp.asarray([params.temperature], jnp.float32),
             greedy=jnp.asarray([params.greedy]),
             top_p=jnp.asarray([params.top_p], jnp.float32),

@@ -14,6 +14,7 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner, StepResult
+from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
 
@@ -115,16 +116,14 @@ def prefill(slots: list[int], starts: list[int], ends: list[int]) -> StepResult:
         **where(slots, starts, ends, PREFILL.time // TOKENS_PER_BLOCK),
     )
     following = [0 if done else prompts[slot][end] for done, slot, end in zip(complete, slots, ends, strict=True)]
-    names = "masked top_k min_p presence frequency repetition edited penalised kept_from seed_low seed_high"
-    columns = dict.fromkeys(names.split(), np.zeros(count, np.int32)) | {
-        "raw_logprobs": np.ones(count, np.bool_),
+    off = {name: np.full(count, field.off, field.dtype) for name, field in SAMPLING_FIELDS.items()}
+    zeros, ones = np.zeros(count, np.int32), np.ones(count, np.bool_)
+    columns = {
+        **off,
+        **dict.fromkeys(("masked", "kept_from", "seed_low", "seed_high"), zeros),
+        **dict.fromkeys(("greedy", "raw_logprobs", "wants_top", "wants_prompt_logprobs"), ones),
         "forced": given(slots, 0),
-        "wants_top": np.ones(count, np.bool_),
-        "wants_prompt_logprobs": np.ones(count, np.bool_),
         "next_token": np.asarray(following, np.int32),
-        "temperature": np.ones(count, np.float32),
-        "top_p": np.ones(count, np.float32),
-        "greedy": np.ones(count, np.bool_),
         "limit": np.full(count, 1 << 20, np.int32),
     }
     return runner().prefill(step, columns, (places, features())).result()

@@ -1,5 +1,7 @@
 """The rule of verification: what comes out has the target's distribution, whatever the drafts' was."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.sampling import DraftRows, SamplingRows
+from deepinfer_jax.sampling import DraftRows
 from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
 DRAWS, VOCAB = 50_000, 12
@@ -65,7 +67,7 @@ def test_a_judged_token_is_told_as_a_plain_one_would_be(seed: int, raw: bool, **
     rows = make_rows(4, seed=[seed, 1], raw_logprobs=raw, **filters)
     drafts = DraftRows(*draft_jit(logits[::-1], rows, 0))
     judged = sample_jit(logits, rows, drafts=drafts, num_top=3)
-    plain = sample_jit(logits, rows._replace(forced=judged.tokens), num_top=3)
+    plain = sample_jit(logits, rows.replace(forced=judged.tokens), num_top=3)
     np.testing.assert_array_equal(judged.logprobs, plain.logprobs)
     np.testing.assert_array_equal(judged.top_tokens, plain.top_tokens)
     np.testing.assert_array_equal(judged.top_logprobs, plain.top_logprobs)
@@ -150,7 +152,7 @@ def test_a_judged_draft_depends_on_its_own_row_only() -> None:
     together = sample_jit(logits, rows, drafts=drafts)
     for i in range(8):
         here = slice(i, i + 1)
-        own = SamplingRows(*(field[here] for field in rows))
+        own = jax.tree.map(operator.itemgetter(here), rows)
         alone = sample_jit(logits[here], own, drafts=DraftRows(drafts.tokens[here], drafts.logprobs[here]))
         assert (alone.tokens[0], alone.accepted[0]) == (together.tokens[i], together.accepted[i])
 

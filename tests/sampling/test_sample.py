@@ -1,12 +1,15 @@
 """Filters against a brute-force twin, draws against their distribution, randomness against its counters."""
 
+import operator
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, SamplingRows, random_words
+from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, random_words
 from tests.support.sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
 
@@ -121,9 +124,10 @@ def test_a_draw_depends_on_its_own_row_only() -> None:
     )  # fmt: skip
     together = sample_jit(logits, rows)
     order = np.asarray([3, 1, 5, 0, 4, 2])
-    shuffled = sample_jit(logits[order], SamplingRows(*(field[order] for field in rows)))
+    shuffled = sample_jit(logits[order], jax.tree.map(operator.itemgetter(order), rows))
     np.testing.assert_array_equal(shuffled.tokens, np.asarray(together.tokens)[order])
-    alone = [sample_jit(logits[i : i + 1], SamplingRows(*(f[i : i + 1] for f in rows))).tokens[0] for i in range(6)]
+    single = [jax.tree.map(operator.itemgetter(slice(i, i + 1)), rows) for i in range(6)]
+    alone = [sample_jit(logits[i : i + 1], own).tokens[0] for i, own in enumerate(single)]
     np.testing.assert_array_equal(np.asarray(alone), together.tokens)
 
 

@@ -35,7 +35,7 @@ def test_it_draws_from_the_processed_distribution_under_jit_and_vmap() -> None:
 
 def test_temperature_zero_is_the_argmax_and_states_may_differ_within_a_batch() -> None:
     states = SamplerState(temperature=jnp.asarray([0.0, 1.0]), top_k=jnp.asarray([-1, 1]))
-    axes = SamplerState(0, None, 0, None, None, None, None, None)
+    axes = jax.tree.map(lambda _: None, SamplerState()).replace(temperature=0, top_k=0)
     keys = jax.random.split(jax.random.key(4), 2)
     tokens, _ = jax.vmap(sample_fn, in_axes=(None, axes, 0, None))(jnp.asarray(LOGITS), states, keys, HISTORY)
     assert tokens.tolist() == [LOGITS.argmax()] * 2

@@ -87,7 +87,7 @@ def one_step(
 
     block, logprobs = [at(lengths - 1)], []
     for index in range(DRAFTS):
-        token, own = draw_draft(jnp.asarray(DRAFT)[block[-1]], rows._replace(position=lengths + index), index)
+        token, own = draw_draft(jnp.asarray(DRAFT)[block[-1]], rows.replace(position=lengths + index), index)
         block.append(token)
         logprobs.append(own)
     drafts = jnp.stack(block[1:], axis=1)
@@ -102,7 +102,7 @@ def one_step(
     for row in range(DRAFTS + 1):
         before = jnp.where(jnp.arange(DRAFTS) < row, drafts, -1)
         last = inputs[:, row + 1]
-        own = rows._replace(
+        own = rows.replace(
             position=lengths + row,
             mask=jnp.where(reached[:, row] & masked, last, -1),
             uncounted=jnp.concatenate([output, before], axis=1),

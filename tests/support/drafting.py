@@ -106,7 +106,7 @@ def _state(text: list[int]) -> int:
 def _rows(params: SamplingParams, position: int) -> SamplingRows:
     assert params.seq_seed is not None or params.greedy
     seed = params.seq_seed or 0
-    return plain_rows(1)._replace(
+    return plain_rows(1).replace(
         temperature=jnp.asarray([params.temperature], jnp.float32),
         greedy=jnp.asarray([params.greedy]),
         top_p=jnp.asarray([params.top_p], jnp.float32),

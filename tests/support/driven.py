@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from tests.support.dummy_kind import DummyKindModel
 from tests.support.toy import make_table
@@ -35,13 +36,15 @@ def int32(values: Any) -> np.ndarray:
 def sampling(rows: list[Row]) -> dict[str, np.ndarray]:
     """All columns, of a temperature, a top_p and a seed of each row's own."""
     zeros, seeds = np.zeros(len(rows), np.int32), int32(row.seed for row in rows)
-    return dict.fromkeys(("wants_top", "wants_prompt_logprobs", "next_token", "kept_from", "masked"), zeros) | {
+    off = {name: np.full(len(rows), field.off, field.dtype) for name, field in SAMPLING_FIELDS.items()}
+    none = dict.fromkeys(("wants_top", "wants_prompt_logprobs", "next_token", "kept_from", "masked"), zeros)
+    return {
+        **off,
+        **none,
         "forced": zeros - 1,
         "temperature": (0.6 + 0.1 * seeds).astype(np.float32),
         "top_p": (0.99 - 0.01 * seeds).astype(np.float32),
         "top_k": 50 - seeds,
-        **{name: zeros.astype(np.float32) for name in ("min_p", "presence", "frequency", "repetition")},
-        **dict.fromkeys(("raw_logprobs", "edited", "penalised"), zeros),
         "greedy": 1 - seeds % 2,
         "limit": np.full(len(rows), 1 << 20, np.int32),
         "seed_low": seeds.astype(np.uint32),

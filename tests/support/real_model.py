@@ -76,7 +76,7 @@ def what_forward_says(
     def each(value: Any, dtype: Any) -> jax.Array:
         return jnp.full(count, value, dtype)
 
-    sampling = plain_rows(count)._replace(
+    sampling = plain_rows(count).replace(
         temperature=each(params.temperature, jnp.float32),
         greedy=each(params.greedy, bool),
         top_p=each(params.top_p, jnp.float32),

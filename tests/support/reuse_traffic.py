@@ -46,7 +46,7 @@ def alone(prompt: list[int], params: SamplingParams, output: list[int]) -> list[
     def each(value: Any, dtype: Any) -> jax.Array:
         return jnp.full(MOST_TOKENS, value, dtype)
 
-    sampling = plain_rows(MOST_TOKENS)._replace(
+    sampling = plain_rows(MOST_TOKENS).replace(
         temperature=each(params.temperature, jnp.float32),
         greedy=each(params.greedy, bool),
         top_p=each(params.top_p, jnp.float32),

@@ -14,13 +14,13 @@ draft_jit = jax.jit(draw_draft, static_argnames="options")
 
 def make_rows(count: int, **fields: object) -> SamplingRows:
     """Rows that sample at temperature 1 without filters; seed 0, positions 0, 1, 2, ..."""
-    rows = plain_rows(count)._replace(position=jnp.arange(count, dtype=jnp.int32))
+    rows = plain_rows(count).replace(position=jnp.arange(count, dtype=jnp.int32))
     given = {}
     for name, value in fields.items():
         own: jax.Array = getattr(rows, name)
         shape = (count, *np.shape(value)[1:]) if name == "uncounted" else own.shape
         given[name] = jnp.asarray(np.broadcast_to(value, shape)).astype(own.dtype)
-    return rows._replace(**given)
+    return rows.replace(**given)
 
 
 def brute_force_logprobs(

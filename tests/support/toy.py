@@ -219,7 +219,7 @@ def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, c
     assert params.seq_seed is not None
     history = list(prompt)
     for _ in range(count):
-        rows = plain_rows(1)._replace(
+        rows = plain_rows(1).replace(
             temperature=jnp.asarray([params.temperature], jnp.float32),
             greedy=jnp.asarray([params.greedy]),
             top_p=jnp.asarray([params.top_p], jnp.float32),

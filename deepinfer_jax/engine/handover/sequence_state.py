@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.engine.args import EngineLimits
 from deepinfer_jax.engine.handover.images import described_images, image_prompt, joined_pixels
-from deepinfer_jax.engine.requests.request import slot_places
+from deepinfer_jax.engine.requests.columns import slot_places
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import Sequence, blocks_for
 from deepinfer_jax.tokenization import ImagePrompt

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.engine.requests.request import slot_places
+from deepinfer_jax.engine.requests.columns import slot_places
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.slot_sampling import pack_edits
 from deepinfer_jax.scheduler import Sequence, StepPlan

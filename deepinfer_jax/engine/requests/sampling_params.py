@@ -8,25 +8,22 @@ import numpy as np
 
 from deepinfer_jax.engine.validation import boolean, integer, number
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MAX_EDITS
+from deepinfer_jax.sampling.fields import SamplerScalars, sampler_scalars
 from deepinfer_jax.structured import StructuredArgs, so_args_of, structured_args
 
 _MAX_INT32 = 2**31 - 1
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_TOP_LOGPROBS = 1000
-_MAX_BIASES, _MAX_BIAS, _MAX_PENALTY = 300, 100, 2
+_MAX_BIASES, _MAX_BIAS = 300, 100
 _LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
-    """Parameters of one request. Down to `seq_seed` names, defaults and limits are DeepInfer's (DB §1.5), the others
-    have the names and meanings that vLLM and OpenAI's interface gave them.
+class SamplingParams(SamplerScalars):
+    """Parameters of one request: `SamplerScalars` (temperature, filters, penalties), and those below. Names, defaults
+    and limits of temperature, top_p, top_k and all down to `seq_seed` are DeepInfer's (DB §1.5), the others have the
+    names and meanings that vLLM and OpenAI's interface gave them.
 
     Attributes:
-        temperature: >= 0. Below 1e-5 it is greedy: the filters are switched off, and the token is the exact
-            argmax, the lowest id on ties (DeepInfer samples at 1e-5 instead).
-        top_p: in (0, 1]; nucleus on the full softmax.
-        top_k: -1 (off) or >= 1; on the full softmax too.
         ignore_eos: the end-of-sequence token does not stop the request.
         max_tokens: most output tokens; 0 means 1. The default is 16.
         logprobs: accepted and ignored: every token has its log-probability.
@@ -41,10 +38,6 @@ class SamplingParams:
         golden_token_ids: output i is forced to entry i; -1 leaves it free.
         seq_seed: the 64-bit key of the request's random numbers; None draws one per request (DeepInfer draws it
             here, so that prompts that share an object share their seed).
-        min_p: in [0, 1]; only tokens with at least min_p times the probability of the likeliest, 0: all.
-        presence_penalty, frequency_penalty: -2..2, taken from the logit of what the output holds, once, and once for
-            each time that it does.
-        repetition_penalty: > 0; the logit of what prompt or output hold is divided by it if positive, else multiplied.
         logit_bias: id -> -100..100, added to its logit; ids may be strings of digits; at most 300.
         stop: texts, each of which stops the request once the output holds it; one string or several.
         stop_token_ids: ids, each of which stops the request as EOS does, also with `ignore_eos`.
@@ -59,9 +52,6 @@ class SamplingParams:
     Raises ValueError or TypeError with the field's name for anything else.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
     ignore_eos: bool = False
     max_tokens: int = 16
     logprobs: bool = False
@@ -72,10 +62,6 @@ class SamplingParams:
     so_args: Any = None
     golden_token_ids: list[int] | None = None
     seq_seed: int | None = None
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
@@ -104,29 +90,18 @@ class SamplingParams:
             )
 
         if self.temperature < GREEDY_TEMPERATURE:
-            self.temperature, self.top_p, self.top_k, self.min_p = GREEDY_TEMPERATURE, 1.0, -1, 0.0
+            self.temperature = GREEDY_TEMPERATURE
+            for name, scalar in sampler_scalars().items():
+                if scalar.kind == "filter":
+                    setattr(self, name, getattr(SamplerScalars, name))
 
     def _check_sampling(self) -> None:
-        self.temperature = number("temperature", self.temperature)
-        if not 0 <= self.temperature <= _MAX_FLOAT32:  # NaN fails too
-            raise ValueError(f"temperature must be a finite number >= 0 of float32, got {self.temperature}")
-        self.top_p = number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        self.top_k = integer("top_k", self.top_k)
-        if self.top_k != -1 and not 1 <= self.top_k <= _MAX_INT32:
-            raise ValueError(f"top_k must be -1 (off) or in 1..{_MAX_INT32}, got {self.top_k}")
-        self.min_p = number("min_p", self.min_p)
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = number(name, getattr(self, name))
-            if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
-                raise ValueError(f"{name} must be in -{_MAX_PENALTY}..{_MAX_PENALTY}, got {value}")
+        for name, scalar in sampler_scalars().items():
+            plain = {float: number, int: integer, bool: boolean}[type(getattr(SamplerScalars, name))]
+            value = plain(name, getattr(self, name))
+            if not scalar.holds(value):
+                raise ValueError(f"{name} must be {scalar.must_be}, got {value}")
             setattr(self, name, value)
-        self.repetition_penalty = number("repetition_penalty", self.repetition_penalty)
-        if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise ValueError(f"repetition_penalty must be in 0.001..1000 (1: off), got {self.repetition_penalty}")
         if self.seq_seed is not None:
             self.seq_seed = integer("seq_seed", self.seq_seed) & (2**64 - 1)
 
@@ -156,7 +131,18 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether what prompt and output hold changes the logits."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+        penalties = [name for name, scalar in sampler_scalars().items() if scalar.kind == "penalty"]
+        return any(getattr(self, name) != getattr(SamplerScalars, name) for name in penalties)
+
+    @property
+    def edited(self) -> bool:
+        """Whether it has `edits`."""
+        return bool(self.edits(0))
+
+    @property
+    def raw_logprobs(self) -> bool:
+        """Whether the log-probabilities are the model's."""
+        return self.logprobs_mode == "raw_logprobs"
 
     @property
     def stop_ids(self) -> frozenset[int]:
