@@ -246,7 +246,7 @@ def next_drafts(
                 return draw_draft(logits, rows, number, options)
 
             with batch_invariant(model.batch_invariant):
-                return rowwise(of_rows, logits, rows, lead=1)
+                return rowwise(of_rows, lead=1)(logits, rows)
 
         with jax.named_scope("draft"):
             return model.draft(params, cache, slots, lengths, given, count, pick)
@@ -271,7 +271,7 @@ def _sample(
         return sample(logits, rows, options=options, tables=tables, drafts=drafts, num_top=MAX_TOP, wants_top=any_top)
 
     with batch_invariant(model.batch_invariant):
-        return rowwise(of_rows, logits, rows, drafts, lead=1)
+        return rowwise(of_rows, lead=1)(logits, rows, drafts)
 
 
 def _with_parameters(table: SlotTable, column: dict[str, Array], no_block: int) -> SlotTable:
@@ -307,7 +307,7 @@ def _prompt_logprobs(
         hidden_here, target = operand
         logits = model.logits(params, hidden_here[:, None])[:, 0]
         with batch_invariant(model.batch_invariant):
-            return rowwise(of_rows, logits, rows, target, lead=1)
+            return rowwise(of_rows, lead=1)(logits, rows, target)
 
     is_last = jnp.arange(time) == lengths[:, None] - 1
     targets = jnp.where(is_last, next_token[:, None], jnp.roll(tokens, -1, axis=1))

@@ -66,7 +66,7 @@ def routed_experts(
         def dense(x: Array, expert_ids: Array, weights: Array) -> Array:
             return _dense(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
 
-        return rowwise(dense, x, expert_ids, weights, lead=1)
+        return rowwise(dense, lead=1)(x, expert_ids, weights)
     expert_ids, weights = ascending(expert_ids, weights)
     return ordered_sum(expert_outputs(x, w1, w3, w2, expert_ids, weights, limit=limit, quantize_input=quantize_input))
 
