@@ -25,18 +25,18 @@ class PackedView(PagedView):
 
     offsets: jax.Array
 
-    def _extend_rings(self, rings: Any, new: Any) -> tuple[Any, Any]:
-        before, rings = super()._extend_rings(rings, new)
-        stored = PackedWindow(*pack_fp8(new)) if isinstance(rings, PackedWindow) else new
+    def _extend_rings(self, rings: Any, values: Any) -> tuple[Any, Any]:
+        before, rings = super()._extend_rings(rings, values)
+        stored = PackedWindow(*pack_fp8(values)) if isinstance(rings, PackedWindow) else values
         return jax.tree.map(self._with_own_step, before, stored), rings
 
-    def _with_own_step(self, before: jax.Array, new: jax.Array) -> jax.Array:
+    def _with_own_step(self, before: jax.Array, values: jax.Array) -> jax.Array:
         """The rows before each row [batch, reach, ...], with those of this step, [batch, 1, ...], where they are."""
         reach = before.shape[1]
-        by_index = new.reshape(*self.offsets.shape, *new.shape[2:])
+        by_index = values.reshape(*self.offsets.shape, *values.shape[2:])
         for back in range(1, min(reach, self.rollback) + 1):
             # Each dp rank by itself: none looks into another's rows.
-            earlier = jnp.roll(by_index, back, axis=1).reshape(len(before), *new.shape[2:])
-            in_step = (self.offsets >= back).reshape(len(before), *[1] * (new.ndim - 2))
+            earlier = jnp.roll(by_index, back, axis=1).reshape(len(before), *values.shape[2:])
+            in_step = (self.offsets >= back).reshape(len(before), *[1] * (values.ndim - 2))
             before = before.at[:, reach - back].set(jnp.where(in_step, earlier, before[:, reach - back]))
         return before

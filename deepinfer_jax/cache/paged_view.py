@@ -208,10 +208,10 @@ class PagedView:
         together = jnp.concatenate([jnp.where(exist, before, DEAD), compressed], axis=1)
         return together, dataclasses.replace(cache, ngrams=rings)
 
-    def _extend_rings(self, rings: Any, new: Any) -> tuple[Any, Any]:
+    def _extend_rings(self, rings: Any, values: Any) -> tuple[Any, Any]:
         """The rows before the new ones, in order of position, [batch, reach, ...], and the rings with the new ones.
 
-        Rows of positions before the sequence are those of a former owner. rings, new: as for `_write_rings`.
+        Rows of positions before the sequence are those of a former owner. rings, values: as for `_write_rings`.
         """
 
         def last_rows(ring: jax.Array) -> jax.Array:
@@ -221,22 +221,22 @@ class PagedView:
 
         # Reading comes first: XLA would keep a copy of the pool for a read that might come later.
         before, rings = jax.lax.optimization_barrier((jax.tree.map(last_rows, rings), rings))
-        return before, self._write_rings(rings, new)
+        return before, self._write_rings(rings, values)
 
-    def _write_rings(self, rings: Any, new: Any) -> Any:
+    def _write_rings(self, rings: Any, values: Any) -> Any:
         """The rings with the new rows, each at place position % length.
 
         rings: arrays [data, slots, length, ...] of one length.
-        new: their rows, [batch, time, ...]; of a `PackedWindow` the keys, quantised already: packing them is exact.
+        values: the new rows, [batch, time, ...]; of a `PackedWindow` the keys, quantised already: packing is exact.
         """
         slots, length = jax.tree.leaves(rings)[0].shape[1:3]
         offsets = jnp.arange(self.new.time, dtype=jnp.int32)[None]
         if length < self.new.time:  # only the last rows stay
             offsets = positions_before(self.new.lengths, length)
             rows, column = jnp.arange(len(offsets))[:, None], jnp.maximum(offsets, 0)
-            new = jax.tree.map(lambda array: array[rows, column], new)
+            values = jax.tree.map(lambda array: array[rows, column], values)
         slot = jnp.where((offsets >= 0) & (offsets < self.new.lengths[:, None]), self.slots.reshape(-1)[:, None], slots)
-        stored = PackedWindow(*pack_fp8(new)) if isinstance(rings, PackedWindow) else new
+        stored = PackedWindow(*pack_fp8(values)) if isinstance(rings, PackedWindow) else values
         return self._scatter(rings, slot, (self.new.start[:, None] + offsets) % length, stored)
 
     def _slot_rows(self, array: jax.Array) -> jax.Array:

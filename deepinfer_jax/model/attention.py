@@ -9,6 +9,7 @@ from deepinfer_jax.cache.view import WindowKeys
 from deepinfer_jax.config.layer_plan import LayerPlan
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import batched_matmul
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
@@ -46,21 +47,8 @@ def attention(
         if plan.is_index_source:
             carry = pick_entries(latent, x, carry, params, plan, context)
         entries, picks = _picked(carry, plan.kv_owner, context)
-    with jax.named_scope("attention.sparse"):
-        heads = sparse_attention(
-            query,
-            window.keys,
-            window.positions,
-            entries,
-            picks,
-            context.view.new.positions,
-            params.attn_sink,
-            sliding_window=text.sliding_window,
-            scale=text.head_dim**-0.5,
-            round_probabilities=policy.is_low,
-            banded=window.banded,
-            choice=context.kernels,
-        )
+    positions = context.view.new.positions
+    heads = attend(query, window, entries, picks, positions, params.attn_sink, text, policy, context.kernels)
     return output_projection(heads, params, rope, text, policy), carry
 
 
@@ -94,7 +82,7 @@ def window_keys(
 def _window(
     x: jax.Array, carry: Carry, rope: Rotation, params: Attention, plan: LayerPlan, context: ForwardContext
 ) -> tuple[WindowKeys, Carry]:
-    """The window that the new tokens see, and the carry with their keys in it (model.md §5.3)."""
+    """The window that the new tokens see, and the carry with their keys in it (model.md §5.10)."""
     keys = window_keys(x, rope, params=params, text=context.text, policy=context.policy)
     with jax.named_scope("attention.window"):
         window, cache = context.view.window(carry.cache, plan.index, keys)
@@ -114,6 +102,38 @@ def _picked(carry: Carry, owner: int, context: ForwardContext) -> tuple[Entries 
         missing = context.text.index_topk - picks.shape[-1]
         picks = jnp.pad(picks, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
     return entries, picks
+
+
+@jax.named_scope("attention.sparse")
+def attend(
+    query: jax.Array,
+    window: WindowKeys,
+    entries: Entries | None,
+    picks: jax.Array | None,
+    horizon: jax.Array,
+    sink: jax.Array,
+    text: TextConfig,
+    policy: PrecisionPolicy,
+    kernels: KernelChoice,
+) -> jax.Array:
+    """Softmax over window, picked entries and sink (model.md §5.3); arrays as of `sparse_attention`.
+
+    horizon: position up to which each query sees, −1 for padding. int32 [batch, time].
+    """
+    return sparse_attention(
+        query,
+        window.keys,
+        window.positions,
+        entries,
+        picks,
+        horizon,
+        sink,
+        sliding_window=text.sliding_window,
+        scale=text.head_dim**-0.5,
+        round_probabilities=policy.is_low,
+        banded=window.banded,
+        choice=kernels,
+    )
 
 
 @jax.named_scope("attention.output")

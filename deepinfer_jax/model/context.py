@@ -26,6 +26,8 @@ class ForwardContext:
     """The settings of one pass, and what is known of its new tokens before the first layer.
 
     Attributes:
+        text: the model.
+        policy: what is rounded and quantised.
         view: where the new tokens stand in the cache.
         rotations: rotary positions of the new tokens.
         probe: captures and edits.
@@ -62,5 +64,8 @@ class ForwardContext:
         engram_rows: jax.Array | None = None,
     ) -> "ForwardContext":
         """The context of the exact model."""
-        rotations = Rotations(*(rotation(text, view.new.positions, compressed=kind) for kind in (False, True)))
+        positions = view.new.positions
+        rotations = Rotations(
+            window=rotation(text, positions, compressed=False), compressed=rotation(text, positions, compressed=True)
+        )
         return cls(text, policy, view, rotations, probe, kernels, mesh, image_mask, engram_rows)

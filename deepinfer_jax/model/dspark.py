@@ -11,6 +11,7 @@ from flax import struct
 
 from deepinfer_jax.cache.dense import Cache
 from deepinfer_jax.cache.rings import ring_positions
+from deepinfer_jax.cache.view import WindowKeys
 from deepinfer_jax.config.model_config import ModelConfig, TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -18,8 +19,7 @@ from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.kernels.sparse_attention import sparse_attention
-from deepinfer_jax.model.attention import output_projection, query_projection, window_keys
+from deepinfer_jax.model.attention import attend, output_projection, query_projection, window_keys
 from deepinfer_jax.model.block import block, initial_streams
 from deepinfer_jax.model.carry import Carry
 from deepinfer_jax.model.checks import check_drafting
@@ -182,23 +182,11 @@ def _final_streams(
     horizon = jnp.broadcast_to(lengths[:, None] - 1, (batch, width))
     positions = jnp.concatenate([context.positions, horizon], axis=1)
 
-    def attend(x: jax.Array, carry: Carry, params: Attention, context: jax.Array) -> tuple[jax.Array, Carry]:
+    def attend_block(x: jax.Array, carry: Carry, params: Attention, context: jax.Array) -> tuple[jax.Array, Carry]:
         _, query = query_projection(x, rope, params=params, text=text, policy=policy)
         own = window_keys(x, rope, params=params, text=text, policy=policy)
-        keys = jnp.concatenate([context, own], axis=1)
-        heads = sparse_attention(
-            query,
-            keys,
-            positions,
-            None,
-            None,
-            horizon,
-            params.attn_sink,
-            sliding_window=text.sliding_window,
-            scale=text.head_dim**-0.5,
-            round_probabilities=policy.is_low,
-            choice=kernels,
-        )
+        seen = WindowKeys(jnp.concatenate([context, own], axis=1), positions, banded=False)
+        heads = attend(query, seen, None, None, horizon, params.attn_sink, text, policy, kernels)
         return output_projection(heads, params, rope, text, policy), carry
 
     streams, pre = initial_streams(embed_tokens(ids, params, policy), text)
@@ -209,7 +197,7 @@ def _final_streams(
                 streams,
                 carry,
                 layer,
-                functools.partial(attend, params=layer.attn, context=context.keys[i]),
+                functools.partial(attend_block, params=layer.attn, context=context.keys[i]),
                 name=f"mtp.{i}",
                 experts_per_token=text.dspark_num_experts_per_tok,
                 image_mask=None,

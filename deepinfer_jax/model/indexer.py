@@ -99,7 +99,7 @@ def _choose(
         chosen = candidate_blocks(scores, visible, text)
         if probe.watches(f"{name}.candidates"):
             chosen, seen = probe.observe(f"{name}.candidates", entries_of_blocks(chosen, entries, text))
-            captured |= seen
+            captured = captured | seen
     if entries <= text.index_topk and not probe.has_edits:
         # Every visible entry is picked and is a candidate (model.md §1.3): nothing depends on the scores, which
         # are then computed only where they are captured.

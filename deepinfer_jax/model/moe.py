@@ -98,35 +98,21 @@ def moe(
         valid: bool [batch, time]; padding rows are not sent to the routed experts.
         mesh: what the routed experts are spread over, or None.
     """
-    routed = _routed(x, params, expert_ids, expert_weights, valid, text, policy, mesh)
-    return _add_shared(x, routed, params=params.shared_experts, limit=text.swiglu_limit, policy=policy)
-
-
-@jax.named_scope("moe.experts")
-def _routed(
-    x: jax.Array,
-    params: MoE,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    valid: jax.Array,
-    text: TextConfig,
-    policy: PrecisionPolicy,
-    mesh: Mesh | None,
-) -> jax.Array:
-    """The weighted sum of the chosen experts, float32 [batch, time, hidden]; arguments as of `moe`."""
     batch, time, hidden = x.shape
-    arguments = (
-        jnp.where(valid[..., None], expert_ids, params.gate.shape[0]).reshape(batch * time, -1),
-        expert_weights.reshape(batch * time, -1),
-    )
-    rows, experts = x.reshape(batch * time, hidden), params.experts
     limit, quantize = text.swiglu_limit, policy.quantize_activations
-    if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
-        routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
-    else:
-        w1, w3, w2 = experts.w1, experts.w3, experts.w2
-        routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
-    return routed.reshape(batch, time, hidden)
+    with jax.named_scope("moe.experts"):
+        arguments = (
+            jnp.where(valid[..., None], expert_ids, params.gate.shape[0]).reshape(batch * time, -1),
+            expert_weights.reshape(batch * time, -1),
+        )
+        rows, experts = x.reshape(batch * time, hidden), params.experts
+        if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
+            routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
+        else:
+            w1, w3, w2 = experts.w1, experts.w3, experts.w2
+            routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
+        routed = routed.reshape(batch, time, hidden)
+    return _add_shared(x, routed, params=params.shared_experts, limit=limit, policy=policy)
 
 
 @jax.named_scope("moe.shared")
