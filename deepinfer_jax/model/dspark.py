@@ -182,10 +182,10 @@ def _final_streams(
     horizon = jnp.broadcast_to(lengths[:, None] - 1, (batch, width))
     positions = jnp.concatenate([context.positions, horizon], axis=1)
 
-    def attend_block(x: jax.Array, carry: Carry, params: Attention, context: jax.Array) -> tuple[jax.Array, Carry]:
+    def attend_block(x: jax.Array, carry: Carry, params: Attention, before: jax.Array) -> tuple[jax.Array, Carry]:
         _, query = query_projection(x, rope, params=params, text=text, policy=policy)
         own = window_keys(x, rope, params=params, text=text, policy=policy)
-        seen = WindowKeys(jnp.concatenate([context, own], axis=1), positions, banded=False)
+        seen = WindowKeys(jnp.concatenate([before, own], axis=1), positions, banded=False)
         heads = attend(query, seen, None, None, horizon, params.attn_sink, text, policy, kernels)
         return output_projection(heads, params, rope, text, policy), carry
 
@@ -197,7 +197,7 @@ def _final_streams(
                 streams,
                 carry,
                 layer,
-                functools.partial(attend_block, params=layer.attn, context=context.keys[i]),
+                functools.partial(attend_block, params=layer.attn, before=context.keys[i]),
                 name=f"mtp.{i}",
                 experts_per_token=text.dspark_num_experts_per_tok,
                 image_mask=None,
