@@ -7,6 +7,7 @@ what is left between them (moving, comparing and selecting numbers, the quantise
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,37 +41,44 @@ def is_batch_invariant() -> bool:
     return _enabled.get()
 
 
-def rowwise[T](function: Callable[..., T], *rows: Any, lead: int = 2) -> T:
-    """`function(*rows)`, where `function` treats every row by itself; in a scope, in tiles of `TILE_ROWS` rows.
+def rowwise[**P, T](function: Callable[P, T], *, lead: int = 2) -> Callable[P, T]:
+    """`function`, which treats every row by itself; in a scope, in tiles of `TILE_ROWS` rows. Also as a decorator.
 
     Args:
-        function: from arrays [*leading, ...] to a tree of arrays [*leading, ...]. What all rows share (weights) it
-            closes over; whatever is computed outside and differs between shapes must be among `rows`.
-        rows: trees of arrays with the same `lead` leading axes.
-        lead: how many axes number the rows; `function` sees them as (1, …, 1, TILE_ROWS).
+        function: from arrays [*leading, ...] to a tree of arrays [*leading, ...].
+        lead: how many axes number the rows.
 
     Returns:
-        What `function` returns, up to rounding.
+        A function of the same arguments, with the same results up to rounding. Positional ones are trees of arrays with
+        the same `lead` leading axes, which `function` sees as (1, …, 1, TILE_ROWS). What all rows share (weights,
+        settings) comes by keyword or is closed over; whatever is computed outside and differs between shapes must be
+        among the rows.
     """
-    if not _enabled.get():
-        return function(*rows)
-    leading = jax.tree.leaves(rows)[0].shape[:lead]
-    count = math.prod(leading)
-    tiles = -(-count // TILE_ROWS)
 
-    def split(array: jax.Array) -> jax.Array:
-        rest = array.shape[lead:]
-        padding = [(0, tiles * TILE_ROWS - count)] + [(0, 0)] * len(rest)
-        padded = jnp.pad(array.reshape(count, *rest), padding)
-        return padded.reshape(tiles, *[1] * (lead - 1), TILE_ROWS, *rest)
+    @functools.wraps(function)
+    def of_all_rows(*rows: P.args, **shared: P.kwargs) -> T:
+        if not _enabled.get():
+            return function(*rows, **shared)
+        leading = jax.tree.leaves(rows)[0].shape[:lead]
+        count = math.prod(leading)
+        tiles = -(-count // TILE_ROWS)
 
-    def join(array: jax.Array) -> jax.Array:
-        rest = array.shape[1 + lead :]
-        return array.reshape(tiles * TILE_ROWS, *rest)[:count].reshape(*leading, *rest)
+        def split(array: jax.Array) -> jax.Array:
+            rest = array.shape[lead:]
+            padding = [(0, tiles * TILE_ROWS - count)] + [(0, 0)] * len(rest)
+            padded = jnp.pad(array.reshape(count, *rest), padding)
+            return padded.reshape(tiles, *[1] * (lead - 1), TILE_ROWS, *rest)
 
-    tiled = lax.map(lambda tile: isolated(function, *tile), jax.tree.map(split, rows))
-    result: T = jax.tree.map(join, tiled)
-    return result
+        def join(array: jax.Array) -> jax.Array:
+            rest = array.shape[1 + lead :]
+            return array.reshape(tiles * TILE_ROWS, *rest)[:count].reshape(*leading, *rest)
+
+        of_tile = functools.partial(function, **shared)
+        tiled = lax.map(lambda tile: isolated(of_tile, *tile), jax.tree.map(split, rows))
+        result: T = jax.tree.map(join, tiled)
+        return result
+
+    return of_all_rows
 
 
 def isolated[T](function: Callable[..., T], *arrays: Any) -> T:

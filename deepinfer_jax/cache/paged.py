@@ -1,11 +1,11 @@
-"""What running sequences keep on the device, in pools (model.md §5.9, Appendix A; design.md §6).
+"""The engine's cache: what running sequences keep on the device, in pools (model.md §5.9, Appendix A; design.md §6).
 
 Compressed entries and index keys grow with a sequence and lie in blocks; window keys, the tokens of open groups and
 n-gram tails lie in its slot, as rings over its last tokens (`cache/pools.py`). Every array leads with the dp rank,
 [data, blocks or slots, ...]: each index has pools of its own, so that they can lie on devices of their own.
 
 Stored packed, a released entry takes 288 bytes, an index key 68, a window row 528; unpacked, each value takes the
-dtype of the arithmetic. Both hold the same numbers, so results are equal bit for bit.
+dtype of the precision. Both hold the same numbers, so results are equal bit for bit.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from deepinfer_jax.cache.dense import OpenGroup
 from deepinfer_jax.cache.pools import StateSpec
+from deepinfer_jax.cache.view import OpenGroup
 from deepinfer_jax.config.layer_plan import layer_plans
 from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.config.precision import precision_policy

@@ -1,4 +1,4 @@
-"""What each precision means (design.md §4, golden README modes)."""
+"""What each precision means for the forward pass (design.md §4; the modes of the golden README)."""
 
 import dataclasses
 import functools
@@ -13,7 +13,16 @@ from deepinfer_jax.kernels.rounding import round_to
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionPolicy:
-    """The arithmetic of one forward pass, static under jit.
+    """What a precision rounds and quantises, static under jit.
+
+    | precision       | streams, activations | in front of FP8 and FP4 weights | what a cache holds          |
+    |-----------------|----------------------|---------------------------------|-----------------------------|
+    | "reference"     | bfloat16             | FP8, as released                | FP8 windows, the rest FP4   |
+    | "bf16"          | bfloat16             | as they are                     | FP8 windows, the rest FP4   |
+    | "float32"       | float32              | as they are                     | these numbers, in float32   |
+    | "float32_exact" | float32              | as they are                     | as computed                 |
+
+    Weights have the values of the checkpoint and sums are accumulated in float32, whatever the precision.
 
     Attributes:
         dtype: of streams, activations and caches; every bf16(·) of model.md rounds to it.
@@ -27,6 +36,7 @@ class PrecisionPolicy:
 
     @property
     def is_low(self) -> bool:
+        """Whether activations are rounded to bfloat16."""
         return self.dtype == jnp.bfloat16
 
     def round(self, x: jax.Array) -> jax.Array:
@@ -36,7 +46,7 @@ class PrecisionPolicy:
 
 @functools.cache
 def precision_policy(config: ModelConfig, precision: str) -> PrecisionPolicy:
-    """The arithmetic of a precision; an unquantised checkpoint has no activation quantisers.
+    """The policy of a precision; in "reference" an unquantised checkpoint has no activation quantisers.
 
     Raises:
         ValueError: there is no such precision.

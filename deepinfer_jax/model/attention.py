@@ -1,12 +1,11 @@
 """Attention of one layer: projections, window, compressed branch, output projection (model.md §5)."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.cache.dense import View
+from deepinfer_jax.cache.view import WindowKeys
 from deepinfer_jax.config.layer_plan import LayerPlan
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
@@ -16,97 +15,128 @@ from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.kernels.sparse_attention import Entries, sparse_attention
-from deepinfer_jax.kernels.tiling import map_time
-from deepinfer_jax.model.compressor import compress, entries_and_index_keys
-from deepinfer_jax.model.indexer import (
-    candidate_blocks,
-    entries_of_blocks,
-    index_query,
-    index_scores,
-    pick,
-    score_rows,
-)
+from deepinfer_jax.model.carry import Carry
+from deepinfer_jax.model.compressor import store_entries
+from deepinfer_jax.model.context import ForwardContext
+from deepinfer_jax.model.indexer import pick_entries
 from deepinfer_jax.model.norm import rms_norm
-from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.model.rope import Rotation, rotate, rotation
-from deepinfer_jax.weights.params import Attention
+from deepinfer_jax.model.rope import Rotation, rotate
+from deepinfer_jax.weights.params import Attention, Weight
 
 
-@dataclasses.dataclass
-class LayerCarry:
-    """What earlier layers of one forward pass left for later ones (model.md §5.8).
+def attention(
+    x: jax.Array, carry: Carry, params: Attention, plan: LayerPlan, context: ForwardContext
+) -> tuple[jax.Array, Carry]:
+    """One backbone layer's attention.
 
-    Attributes:
-        picks: entries chosen by the last index source. int32 [batch, time, k].
-        candidates: the candidate blocks, bool [batch, time, blocks]; while they are captured or edited, the entries
-            inside them, bool [batch, time, entries].
+    Args:
+        x: normed collapse of the streams. [batch, time, hidden].
+
+    Returns:
+        [batch, time, hidden], and the carry with what the layer stored and picked.
     """
-
+    text, policy = context.text, context.policy
+    rope = context.rotations.compressed if plan.ratio > 0 else context.rotations.window
+    latent, query = query_projection(x, rope, params=params, text=text, policy=policy)
+    window, carry = _window(x, carry, rope, params, plan, context)
+    entries: Entries | None = None
     picks: jax.Array | None = None
-    candidates: jax.Array | None = None
+    if plan.kv_owner is not None:
+        if plan.is_kv_source and not context.entries_are_stored:
+            carry = dataclasses.replace(carry, cache=store_entries(x, carry.cache, params, plan, context))
+        if plan.is_index_source:
+            carry = pick_entries(latent, x, carry, params, plan, context)
+        entries, picks = _picked(carry, plan.kv_owner, context)
+    positions = context.view.new.positions
+    heads = attend(query, window, entries, picks, positions, params.attn_sink, text, policy, context.kernels)
+    return output_projection(heads, params, rope, text, policy), carry
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardContext:
-    """What every layer of one forward pass shares.
-
-    Attributes:
-        view: the cache.
-        rotations: of the new tokens, for ratio-0 layers and for compressed layers.
-        published: picks and candidates so far.
-        probe: captures and edits.
-        kernels: which implementation of each kernel runs.
-        kept_from: first position that windows may show under bounded replay; None: any. int32 [batch].
-        entries_are_stored: the KV source among the layers to come has stored its entries already.
-    """
-
-    text: TextConfig
-    policy: PrecisionPolicy
-    view: View
-    rotations: dict[bool, Rotation]
-    published: LayerCarry
-    probe: Probe
-    kernels: KernelChoice
-    kept_from: jax.Array | None = None
-    entries_are_stored: bool = False
-
-    @classmethod
-    def start(
-        cls, text: TextConfig, policy: PrecisionPolicy, view: View, probe: Probe, kernels: KernelChoice
-    ) -> "ForwardContext":
-        rotations = {kind: rotation(text, view.positions, compressed=kind) for kind in (False, True)}
-        return cls(text, policy, view, rotations, LayerCarry(), probe, kernels)
-
-
+@jax.named_scope("attention.query")
+@rowwise
 def query_projection(
-    x: jax.Array, params: Attention, rope: Rotation, text: TextConfig, policy: PrecisionPolicy
+    x: jax.Array, rope: Rotation, *, params: Attention, text: TextConfig, policy: PrecisionPolicy
 ) -> tuple[jax.Array, jax.Array]:
-    """qr (normed q-lora vector) [batch, time, q_lora] and q [batch, time, heads, head_dim], rotated; no per-head
-    norm (T2)."""
+    """qr (normed q-lora vector) and q, rotated, without a norm per head (T2; model.md §5.1).
+
+    x: [batch, time, hidden] -> [batch, time, q_lora], [batch, time, heads, head_dim].
+    """
     quantize = policy.quantize_activations
-
-    def project(x: jax.Array, rope: Rotation) -> tuple[jax.Array, jax.Array]:
-        latent = rms_norm(linear(x, params.wq_a, quantize_input=quantize), params.q_norm, text.rms_norm_eps)
-        query = linear(latent, params.wq_b, quantize_input=quantize)
-        query = query.reshape(*x.shape[:2], text.num_attention_heads, text.head_dim)
-        return latent, rotate(query, rope.heads())
-
-    return rowwise(project, x, rope)
+    latent = rms_norm(linear(x, params.wq_a, quantize_input=quantize), params.q_norm, text.rms_norm_eps)
+    query = linear(latent, params.wq_b, quantize_input=quantize)
+    query = query.reshape(*x.shape[:2], text.num_attention_heads, text.head_dim)
+    return latent, rotate(query, rope.heads())
 
 
+@jax.named_scope("attention.window")
+@rowwise
 def window_keys(
-    x: jax.Array, params: Attention, rope: Rotation, text: TextConfig, policy: PrecisionPolicy
+    x: jax.Array, rope: Rotation, *, params: Attention, text: TextConfig, policy: PrecisionPolicy
 ) -> jax.Array:
     """Window KV (K = V, one head): projected, normed, rotated, FP8-quantised. [batch, time, head_dim]."""
-
-    def project(x: jax.Array, rope: Rotation) -> jax.Array:
-        projected = linear(x, params.wkv, quantize_input=policy.quantize_activations)
-        keys = rotate(rms_norm(projected, params.kv_norm, text.rms_norm_eps), rope)
-        return fake_quant_fp8(keys) if policy.quantize_cache else keys
-
-    return rowwise(project, x, rope)
+    projected = linear(x, params.wkv, quantize_input=policy.quantize_activations)
+    keys = rotate(rms_norm(projected, params.kv_norm, text.rms_norm_eps), rope)
+    return fake_quant_fp8(keys) if policy.quantize_cache else keys
 
 
+def _window(
+    x: jax.Array, carry: Carry, rope: Rotation, params: Attention, plan: LayerPlan, context: ForwardContext
+) -> tuple[WindowKeys, Carry]:
+    """The window that the new tokens see, and the carry with their keys in it (model.md §5.10)."""
+    keys = window_keys(x, rope, params=params, text=context.text, policy=context.policy)
+    with jax.named_scope("attention.window"):
+        window, cache = context.view.window(carry.cache, plan.index, keys)
+        if context.kept_from is not None:
+            visible = window.positions >= context.kept_from[:, None]
+            window = window._replace(positions=jnp.where(visible, window.positions, -1))
+    return window, dataclasses.replace(carry, cache=cache)
+
+
+def _picked(carry: Carry, owner: int, context: ForwardContext) -> tuple[Entries | None, jax.Array | None]:
+    """The entries of a KV source, and which of them each new token attends; None if no entry can exist yet."""
+    entries, picks = context.view.compressed(carry.cache, owner).entries, carry.picks
+    if picks is None or picks.shape[-1] == 0:
+        return None, None
+    if context.kernels.batch_invariant:
+        # Otherwise the width of the picks, and with it the sums over them, would follow the size of the cache.
+        missing = context.text.index_topk - picks.shape[-1]
+        picks = jnp.pad(picks, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
+    return entries, picks
+
+
+@jax.named_scope("attention.sparse")
+def attend(
+    query: jax.Array,
+    window: WindowKeys,
+    entries: Entries | None,
+    picks: jax.Array | None,
+    horizon: jax.Array,
+    sink: jax.Array,
+    text: TextConfig,
+    policy: PrecisionPolicy,
+    kernels: KernelChoice,
+) -> jax.Array:
+    """Softmax over window, picked entries and sink (model.md §5.3); arrays as of `sparse_attention`.
+
+    horizon: position up to which each query sees, −1 for padding. int32 [batch, time].
+    """
+    return sparse_attention(
+        query,
+        window.keys,
+        window.positions,
+        entries,
+        picks,
+        horizon,
+        sink,
+        sliding_window=text.sliding_window,
+        scale=text.head_dim**-0.5,
+        round_probabilities=policy.is_low,
+        banded=window.banded,
+        choice=kernels,
+    )
+
+
+@jax.named_scope("attention.output")
 def output_projection(
     heads: jax.Array, params: Attention, rope: Rotation, text: TextConfig, policy: PrecisionPolicy
 ) -> jax.Array:
@@ -115,117 +145,16 @@ def output_projection(
     heads: [batch, time, heads, head_dim] -> [batch, time, hidden].
     """
     wo_a = dequantize(params.wo_a, policy.dtype).reshape(text.o_groups, text.o_lora_rank, -1)
-
-    def project(heads: jax.Array, rope: Rotation) -> jax.Array:
-        batch, time = heads.shape[:2]
-        grouped = rotate(heads, rope.inverse().heads()).reshape(batch * time, text.o_groups, -1)
-        # Groups lead: XLA:CPU cannot run a bf16 product whose batch axis is not the first (jax.md §1.3).
-        latent = policy.round(jnp.swapaxes(batched_matmul(jnp.swapaxes(grouped, 0, 1), wo_a), 0, 1))
-        return linear(latent.reshape(batch, time, -1), params.wo_b, quantize_input=policy.quantize_activations)
-
-    return rowwise(project, heads, rope)
+    return _project_heads(heads, rope, wo_a=wo_a, wo_b=params.wo_b, policy=policy)
 
 
-def attention(x: jax.Array, params: Attention, plan: LayerPlan, step: ForwardContext) -> jax.Array:
-    """One backbone layer's attention.
-
-    Args:
-        x: normed collapse of the streams. [batch, time, hidden].
-
-    Returns:
-        [batch, time, hidden].
-    """
-    text, policy, view = step.text, step.policy, step.view
-    rope = step.rotations[plan.ratio > 0]
-    latent, query = query_projection(x, params, rope, text, policy)
-    keys, positions, banded = view.window(plan.index, window_keys(x, params, rope, text, policy))
-    if step.kept_from is not None:
-        positions = jnp.where(positions >= step.kept_from[:, None], positions, -1)
-    entries: Entries | None = None
-    picks: jax.Array | None = None
-    if plan.kv_owner is not None:
-        if plan.is_kv_source and not step.entries_are_stored:
-            store_entries(x, params, plan, step)
-        if plan.is_index_source:
-            _publish_picks(latent, x, params, plan, step)
-        entries, picks = view.entries(plan.kv_owner), step.published.picks
-        if picks is None or picks.shape[-1] == 0:
-            entries = picks = None  # no entry can exist yet
-        elif step.kernels.batch_invariant:
-            # Otherwise the width of the picks, and with it the sums over them, would follow the size of the cache.
-            missing = text.index_topk - picks.shape[-1]
-            picks = jnp.pad(picks, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
-    heads = sparse_attention(
-        query,
-        keys,
-        positions,
-        entries,
-        picks,
-        view.positions,
-        params.attn_sink,
-        sliding_window=text.sliding_window,
-        scale=text.head_dim**-0.5,
-        round_probabilities=policy.is_low,
-        banded=banded,
-        choice=step.kernels,
-    )
-    return output_projection(heads, params, rope, text, policy)
-
-
-def store_entries(x: jax.Array, params: Attention, plan: LayerPlan, step: ForwardContext) -> None:
-    """Compresses a KV source's normed input [batch, time, hidden] into entries and index keys."""
-    view = step.view
-    assert params.compressor is not None and params.index_key is not None
-    groups = compress(
-        x,
-        params.compressor,
-        plan.ratio,
-        view.start,
-        view.lengths,
-        functools.partial(view.extend_open_group, plan.index),
-        step.text,
-        step.policy,
-    )
-    entries, index_keys = entries_and_index_keys(groups, params.index_key, plan.ratio, step.text)
-    view.write_entries(plan.index, groups, entries, index_keys)
-
-
-def _publish_picks(latent: jax.Array, x: jax.Array, params: Attention, plan: LayerPlan, step: ForwardContext) -> None:
-    """Picks, and candidates of the layer that chooses them, some query rows at a time: the scores of all rows with all
-    entries of a long context exist only where they are captured or edited."""
-    assert params.indexer is not None and plan.kv_owner is not None
-    text, probe, published = step.text, step.probe, step.published
-    name = f"layers.{plan.index}.attention"
-    names = f"{name}.index_scores", f"{name}.candidates"
-    visible = jnp.maximum(step.view.positions + 1, 0) // plan.ratio  # entries whose last token is not later
-    index_keys = step.view.index_keys(plan.kv_owner)
-    entries = index_keys.count
-    query, weights = index_query(latent, x, params.indexer, step.rotations[True], text, step.policy)
-
-    def choose(
-        query: jax.Array, weights: jax.Array, visible: jax.Array, candidates: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        scores = index_scores(query, weights, index_keys, visible, step.policy)
-        if candidates is not None:
-            if candidates.shape[-1] != entries:
-                candidates = entries_of_blocks(candidates, entries, text)
-            scores = jnp.where(candidates, scores, -jnp.inf)
-        scores = probe(names[0], scores)
-        chosen = None
-        if plan.is_candidate_source:
-            chosen = candidate_blocks(scores, visible, text)
-            if probe.watches(names[1]):
-                chosen = probe(names[1], entries_of_blocks(chosen, entries, text))
-        if entries <= text.index_topk and not probe.has_edits:
-            # Every visible entry is picked and is a candidate (model.md §1.3): nothing depends on the scores, which
-            # are then computed only where they are captured.
-            scores = jnp.where(jnp.arange(entries) < visible[..., None], 0.0, -jnp.inf)
-        return pick(scores, text.index_topk), chosen
-
-    batch, time = visible.shape
-    rows = time if any(map(probe.watches, names)) else score_rows(batch, entries)
-    earlier = published.candidates if plan.uses_candidates else None
-    picks, chosen = map_time(choose, query, weights, visible, earlier, size=rows)
-    if plan.is_candidate_source:
-        published.candidates = chosen
-    published.picks = probe(f"{name}.index_picks", picks)
+@rowwise
+def _project_heads(
+    heads: jax.Array, rope: Rotation, *, wo_a: jax.Array, wo_b: Weight, policy: PrecisionPolicy
+) -> jax.Array:
+    """wo_a: [groups, o_lora, heads·head_dim / groups]; wo_b: [hidden, groups·o_lora]."""
+    batch, time = heads.shape[:2]
+    grouped = rotate(heads, rope.inverse().heads()).reshape(batch * time, len(wo_a), -1)
+    # Groups lead: XLA:CPU cannot run a bf16 product whose batch axis is not the first (jax.md §1.3).
+    latent = policy.round(jnp.swapaxes(batched_matmul(jnp.swapaxes(grouped, 0, 1), wo_a), 0, 1))
+    return linear(latent.reshape(batch, time, -1), wo_b, quantize_input=policy.quantize_activations)

@@ -1,5 +1,6 @@
-"""One layer around its two sublayers, backbone and draft alike (model.md §4, Appendix A)."""
+"""One layer's two sublayers, attention and experts, of backbone and draft alike (model.md §4, Appendix A)."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -8,12 +9,14 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
-from deepinfer_jax.kernels.rowwise import rowwise
-from deepinfer_jax.model.hyper_connections import Mix, collapse, expand, mix_coefficients
+from deepinfer_jax.model.carry import Carry
+from deepinfer_jax.model.hyper_connections import enter_sublayer, expand
 from deepinfer_jax.model.moe import expert_scores, expert_weights, moe, select_experts
-from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.probe import Probe
-from deepinfer_jax.weights.params import HyperConnection, Layer
+from deepinfer_jax.weights.params import Layer
+
+Attend = Callable[[jax.Array, Carry], tuple[jax.Array, Carry]]
+"""Normed input [batch, time, hidden] and carry -> attention's output [batch, time, hidden], and the carry after it."""
 
 
 def initial_streams(embedded: jax.Array, text: TextConfig) -> tuple[jax.Array, jax.Array]:
@@ -26,9 +29,9 @@ def initial_streams(embedded: jax.Array, text: TextConfig) -> tuple[jax.Array, j
 
 def block(
     streams: jax.Array,
-    pre: jax.Array,
+    carry: Carry,
     params: Layer,
-    attend: Callable[[jax.Array], jax.Array],
+    attend: Attend,
     *,
     name: str,
     experts_per_token: int,
@@ -38,39 +41,32 @@ def block(
     policy: PrecisionPolicy,
     probe: Probe,
     mesh: Mesh | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Carry]:
     """Attention and experts, each collapsing with the previous sublayer's pre and expanding with its own mix (T3).
 
     Args:
         streams: [batch, time, streams, hidden].
-        pre: float32 [batch, time, streams].
-        attend: normed input [batch, time, hidden] to attention output.
         name: prefix of the probed tensors, e.g. "layers.3".
+        image_mask: bool [batch, time]; None: all is text.
+        valid: bool [batch, time], false at padding.
 
     Returns:
-        streams and pre for the next layer.
+        streams and carry for the next layer.
     """
-    mix, x = enter_sublayer(streams, pre, params.hc_attn, params.attn_norm, text)
-    y = probe(f"{name}.attention.output", attend(probe(f"{name}.attention.input", x)))
-    streams, pre = rowwise(expand, y, streams, mix), mix.pre
+    mix, x = enter_sublayer(streams, carry.pre, params=params.hc_attn, norm=params.attn_norm, text=text)
+    x, carry = probe(f"{name}.attention.input", x, carry)
+    y, carry = attend(x, carry)
+    y, carry = probe(f"{name}.attention.output", y, carry)
+    streams, pre = expand(y, streams, mix), mix.pre
 
-    mix, x = enter_sublayer(streams, pre, params.hc_ffn, params.ffn_norm, text)
+    mix, x = enter_sublayer(streams, pre, params=params.hc_ffn, norm=params.ffn_norm, text=text)
     scores = expert_scores(x, params.ffn)
     expert_ids = select_experts(scores, params.ffn, image_mask, experts_per_token)
-    expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
-    weights = expert_weights(scores, expert_ids, text.routed_scaling_factor)
-    weights = probe(f"{name}.moe.expert_weights", weights)
-    y = probe(f"{name}.moe.output", moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh))
-    return probe(f"{name}.streams", rowwise(expand, y, streams, mix)), probe(f"{name}.pre", mix.pre)
-
-
-def enter_sublayer(
-    streams: jax.Array, pre: jax.Array, params: HyperConnection, norm: jax.Array, text: TextConfig
-) -> tuple[Mix, jax.Array]:
-    """A sublayer's own mix, and its normed input [batch, time, hidden]."""
-
-    def enter(streams: jax.Array, pre: jax.Array) -> tuple[Mix, jax.Array]:
-        mix = mix_coefficients(streams, params, text)
-        return mix, rms_norm(collapse(streams, pre), norm, text.rms_norm_eps)
-
-    return rowwise(enter, streams, pre)
+    expert_ids, carry = probe(f"{name}.moe.expert_ids", expert_ids, carry)
+    weights = expert_weights(scores, expert_ids, scale=text.routed_scaling_factor)
+    weights, carry = probe(f"{name}.moe.expert_weights", weights, carry)
+    y = moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh)
+    y, carry = probe(f"{name}.moe.output", y, carry)
+    streams, carry = probe(f"{name}.streams", expand(y, streams, mix), carry)
+    pre, carry = probe(f"{name}.pre", mix.pre, carry)
+    return streams, dataclasses.replace(carry, pre=pre)

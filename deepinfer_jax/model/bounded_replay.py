@@ -8,16 +8,18 @@ prefill costs the producers' layers only. Decode steps are exact in what they do
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.cache.dense import View
+from deepinfer_jax.cache.view import NewTokens
 from deepinfer_jax.config.layer_plan import LayerPlan, layer_plans
 from deepinfer_jax.config.model_config import TextConfig
-from deepinfer_jax.model.attention import ForwardContext, store_entries
-from deepinfer_jax.model.block import enter_sublayer
+from deepinfer_jax.model.carry import Carry
+from deepinfer_jax.model.compressor import store_entries
+from deepinfer_jax.model.context import ForwardContext
+from deepinfer_jax.model.hyper_connections import enter_sublayer
 from deepinfer_jax.weights.params import Layer
 
 Mode = Literal["mask", "compact"]
@@ -50,11 +52,11 @@ class KeptRows:
     replay: Replay
     kept_from: jax.Array
 
-    def lengths(self, view: View) -> jax.Array:
+    def lengths(self, new: NewTokens) -> jax.Array:
         """How many of each row's last new tokens have final states. int32 [batch]."""
         if self.replay.mode == "mask":
-            return view.lengths
-        return jnp.clip(view.start + view.lengths - self.kept_from, 0, view.lengths)
+            return new.lengths
+        return jnp.clip(new.start + new.lengths - self.kept_from, 0, new.lengths)
 
 
 def first_consumer(text: TextConfig) -> int | None:
@@ -90,16 +92,19 @@ def replay_problem(text: TextConfig, replay: Replay, rollback: int) -> str | Non
     return None
 
 
+Run = Callable[[jax.Array, Carry, ForwardContext], tuple[jax.Array, Carry]]
+"""The consumer layers and the final norm: streams, carry and context -> final states [batch, ·, hidden] and carry."""
+
+
 def run_consumers(
     streams: jax.Array,
-    pre: jax.Array,
-    image_mask: jax.Array | None,
-    layer: Layer,
+    carry: Carry,
+    params: Layer,
     plan: LayerPlan,
-    step: ForwardContext,
+    context: ForwardContext,
     kept: KeptRows,
-    run: Callable[[jax.Array, jax.Array, jax.Array | None, ForwardContext], jax.Array],
-) -> jax.Array:
+    run: Run,
+) -> tuple[jax.Array, Carry]:
     """What `run` makes of the rows that consumer layers see, from P's own inputs on.
 
     Where mode is "compact" they are min(time, keep) rows each: the kept ones first, then padding. All rows have left
@@ -108,28 +113,47 @@ def run_consumers(
     runs no consumer layer.
 
     Args:
-        layer, plan: of layer P.
-        run: the consumer layers and the final norm, on (streams, pre, image_mask, step), to [batch, ·, hidden].
+        params, plan: of layer P.
 
     Returns:
-        [batch, time, hidden], or [batch, min(time, keep), hidden], zeros if nothing ran.
+        [batch, time, hidden], or [batch, min(time, keep), hidden], zeros if nothing ran; and the carry with the cache.
     """
     if kept.replay.mode == "mask":
-        return run(streams, pre, image_mask, dataclasses.replace(step, kept_from=kept.kept_from))
-    wide = step.view
-    _, x = enter_sublayer(streams, pre, layer.hc_attn, layer.attn_norm, step.text)
-    store_entries(x, layer.attn, plan, step)
-    lengths, full = kept.lengths(wide), streams.shape[1]
+        return run(streams, carry, dataclasses.replace(context, kept_from=kept.kept_from))
+    text, new = context.text, context.view.new
+    _, x = enter_sublayer(streams, carry.pre, params=params.hc_attn, norm=params.attn_norm, text=text)
+    cache = store_entries(x, carry.cache, params.attn, plan, context)
+    lengths, full = kept.lengths(new), new.time
     time = min(full, kept.replay.keep)
-    index = jnp.minimum((wide.lengths - lengths)[:, None] + jnp.arange(time, dtype=jnp.int32), full - 1)
+    index = jnp.minimum((new.lengths - lengths)[:, None] + jnp.arange(time, dtype=jnp.int32), full - 1)
+    nothing = jnp.zeros((len(streams), time, streams.shape[-1]), streams.dtype)
+    view = context.view.last(lengths, time)
 
     def take(rows: jax.Array) -> jax.Array:
         return jnp.take_along_axis(rows, index.reshape(*index.shape, *[1] * (rows.ndim - 2)), axis=1)
 
-    def run_kept(view: View) -> jax.Array:
-        narrow = ForwardContext.start(step.text, step.policy, view, step.probe, step.kernels)
-        narrow = dataclasses.replace(narrow, kept_from=kept.kept_from, entries_are_stored=True)
-        return run(take(streams), take(pre), None if image_mask is None else take(image_mask), narrow)
+    def run_kept(windows: Any, draft_windows: Any) -> tuple[jax.Array, Any, Any]:
+        narrow = ForwardContext.of(text, context.policy, view, context.probe, context.kernels, context.mesh)
+        own = dataclasses.replace(cache, windows=windows, draft_windows=draft_windows)
+        hidden, after = run(
+            take(streams),
+            Carry(pre=take(carry.pre), cache=own),
+            dataclasses.replace(
+                narrow,
+                image_mask=None if context.image_mask is None else take(context.image_mask),
+                kept_from=kept.kept_from,
+                entries_are_stored=True,
+            ),
+        )
+        return hidden, after.cache.windows, after.cache.draft_windows
 
-    nothing = jnp.zeros((len(streams), time, streams.shape[-1]), streams.dtype)
-    return wide.last(lengths, time).run_if(jnp.any(lengths > 0), run_kept, nothing)
+    # Only what consumers write goes through the branch: whatever does might be copied.
+    hidden, windows, draft_windows = jax.lax.cond(
+        jnp.any(lengths > 0),
+        run_kept,
+        lambda windows, draft_windows: (nothing, windows, draft_windows),
+        cache.windows,
+        cache.draft_windows,
+    )
+    cache = dataclasses.replace(cache, windows=windows, draft_windows=draft_windows)
+    return hidden, dataclasses.replace(carry, cache=cache)

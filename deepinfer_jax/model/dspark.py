@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from flax import struct
 
-from deepinfer_jax.cache.dense import Cache, ring_positions
+from deepinfer_jax.cache.dense import Cache
+from deepinfer_jax.cache.rings import ring_positions
+from deepinfer_jax.cache.view import WindowKeys
 from deepinfer_jax.config.model_config import ModelConfig, TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
@@ -17,10 +19,11 @@ from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.quantized_linear import linear
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
-from deepinfer_jax.kernels.sparse_attention import sparse_attention
-from deepinfer_jax.model.attention import ForwardContext, output_projection, query_projection, window_keys
+from deepinfer_jax.model.attention import attend, output_projection, query_projection, window_keys
 from deepinfer_jax.model.block import block, initial_streams
+from deepinfer_jax.model.carry import Carry
 from deepinfer_jax.model.checks import check_drafting
+from deepinfer_jax.model.context import ForwardContext
 from deepinfer_jax.model.embedding import embed_tokens
 from deepinfer_jax.model.hyper_connections import collapse
 from deepinfer_jax.model.norm import rms_norm
@@ -44,26 +47,31 @@ class DraftOutput:
     confidence: jax.Array
 
 
+@rowwise
 def tap(streams: jax.Array) -> jax.Array:
     """Mean of a layer's input streams (T20). [batch, time, streams, hidden] -> [batch, time, hidden]."""
     return round_to(jnp.mean(streams.astype(jnp.float32), axis=2), streams.dtype)
 
 
-def store_context(taps: jax.Array, params: Draft, step: ForwardContext) -> None:
-    """Writes the draft layers' context keys of the new tokens; the taps feed wkv without any hyper-connection (T20).
+@jax.named_scope("draft")
+def store_context(taps: jax.Array, cache: Any, params: Draft, context: ForwardContext) -> Any:
+    """The cache with the draft layers' context keys of the new tokens; the taps feed wkv without any hyper-connection
+    (T20).
 
     taps: [batch, time, targets·hidden].
     """
-    text, policy = step.text, step.policy
-
-    def project(taps: jax.Array) -> jax.Array:
-        projected = linear(taps, params.main_proj, quantize_input=policy.quantize_activations)
-        return rms_norm(projected, params.main_norm, text.rms_norm_eps)
-
-    context = rowwise(project, taps)
+    text, policy = context.text, context.policy
+    x = _project_taps(taps, params=params, eps=text.rms_norm_eps, policy=policy)
     for i, layer in enumerate(params.layers):
-        keys = window_keys(context, layer.attn, step.rotations[False], text, policy)
-        step.view.write_draft_window(i, keys)
+        keys = window_keys(x, context.rotations.window, params=layer.attn, text=text, policy=policy)
+        cache = context.view.write_draft_window(cache, i, keys)
+    return cache
+
+
+@rowwise
+def _project_taps(taps: jax.Array, *, params: Draft, eps: float, policy: PrecisionPolicy) -> jax.Array:
+    """[batch, time, targets·hidden] -> [batch, time, hidden]."""
+    return rms_norm(linear(taps, params.main_proj, quantize_input=policy.quantize_activations), params.main_norm, eps)
 
 
 def draft(
@@ -127,6 +135,7 @@ Pick = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
 """(number of the draft, its logits float32 [batch, vocab]) -> the draft int32 [batch], what is to be kept beside it."""
 
 
+@jax.named_scope("draft")
 def draft_block(
     params: Params,
     context: DraftContext,
@@ -173,42 +182,32 @@ def _final_streams(
     horizon = jnp.broadcast_to(lengths[:, None] - 1, (batch, width))
     positions = jnp.concatenate([context.positions, horizon], axis=1)
 
-    def attend(x: jax.Array, params: Attention, context: jax.Array) -> jax.Array:
-        _, query = query_projection(x, params, rope, text, policy)
-        keys = jnp.concatenate([context, window_keys(x, params, rope, text, policy)], axis=1)
-        heads = sparse_attention(
-            query,
-            keys,
-            positions,
-            None,
-            None,
-            horizon,
-            params.attn_sink,
-            sliding_window=text.sliding_window,
-            scale=text.head_dim**-0.5,
-            round_probabilities=policy.is_low,
-            choice=kernels,
-        )
-        return output_projection(heads, params, rope, text, policy)
+    def attend_block(x: jax.Array, carry: Carry, params: Attention, before: jax.Array) -> tuple[jax.Array, Carry]:
+        _, query = query_projection(x, rope, params=params, text=text, policy=policy)
+        own = window_keys(x, rope, params=params, text=text, policy=policy)
+        seen = WindowKeys(jnp.concatenate([before, own], axis=1), positions, banded=False)
+        heads = attend(query, seen, None, None, horizon, params.attn_sink, text, policy, kernels)
+        return output_projection(heads, params, rope, text, policy), carry
 
     streams, pre = initial_streams(embed_tokens(ids, params, policy), text)
+    carry = Carry(pre=pre)
     for i, layer in enumerate(weights.layers):
         with jax.named_scope(f"mtp.{i}"):
-            streams, pre = block(
+            streams, carry = block(
                 streams,
-                pre,
+                carry,
                 layer,
-                functools.partial(attend, params=layer.attn, context=context.keys[i]),
+                functools.partial(attend_block, params=layer.attn, before=context.keys[i]),
                 name=f"mtp.{i}",
                 experts_per_token=text.dspark_num_experts_per_tok,
                 image_mask=None,
                 valid=jnp.broadcast_to(lengths[:, None] > 0, (batch, width)),
                 text=text,
                 policy=policy,
-                probe=Probe((), ()),
+                probe=Probe(),
                 mesh=params.mesh,
             )
-    return rowwise(collapse, streams, pre)
+    return collapse(streams, carry.pre)
 
 
 def _markov_chain(
@@ -217,7 +216,7 @@ def _markov_chain(
     """Adds the previous token's Markov term to each position's logits, picks, and goes on with the pick."""
     weights = params.draft
     assert weights is not None
-    plain = matmul(rowwise(lambda rows: rms_norm(rows, weights.norm, text.rms_norm_eps), final), params.head)
+    plain = matmul(rowwise(rms_norm)(final, weight=weights.norm, eps=text.rms_norm_eps), params.head)
     previous, drafts, kept, confidence = tokens, [], [], []
     for i in range(plain.shape[1]):
         embedded = jnp.take(weights.markov_embed, previous, axis=0)

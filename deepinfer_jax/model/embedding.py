@@ -14,6 +14,7 @@ START, IMAGE, NEWLINE, END = 0, 1, 2, 3
 TEXT_PLACE, START_PLACE, NEWLINE_PLACE, END_PLACE = -1, -2, -3, -4
 
 
+@jax.named_scope("embed")
 def embed_tokens(tokens: jax.Array, params: Params, policy: PrecisionPolicy) -> jax.Array:
     """Embedding rows; an id outside the vocabulary gives zeros. int32 [batch, time] -> [batch, time, hidden]."""
     known = (tokens >= 0) & (tokens < params.embed.shape[0])
@@ -34,6 +35,7 @@ def places_of(roles: jax.Array) -> jax.Array:
     return places
 
 
+@jax.named_scope("embed")
 def merge_images(
     embedded: jax.Array, places: jax.Array, features: jax.Array | None, vision: Vision, policy: PrecisionPolicy
 ) -> jax.Array:

@@ -38,6 +38,7 @@ def _primes_and_offsets(text: TextConfig) -> tuple[npt.NDArray[np.int64], npt.ND
     return primes, engram_offsets(primes)
 
 
+@jax.named_scope("engram")
 def engram_rows(history: jax.Array, pad: jax.Array, text: TextConfig) -> jax.Array:
     """Table rows of every new token.
 

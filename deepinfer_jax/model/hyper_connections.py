@@ -8,6 +8,8 @@ from jax import lax
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.rounding import round_to
+from deepinfer_jax.kernels.rowwise import rowwise
+from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.weights.params import HyperConnection
 
 
@@ -55,11 +57,27 @@ def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
     return lax.scan(rows_then_columns, first, None, length=iterations - 1)[0]
 
 
+@rowwise
 def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """x = Σ_s pre_s·h_s, rounded. [batch, time, streams, hidden] -> [batch, time, hidden]."""
     return round_to(jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2), streams.dtype)
 
 
+@jax.named_scope("hc_mix")
+@rowwise
+def enter_sublayer(
+    streams: jax.Array, pre: jax.Array, *, params: HyperConnection, norm: jax.Array, text: TextConfig
+) -> tuple[Mix, jax.Array]:
+    """A sublayer's own mix, and its normed input [batch, time, hidden], collapsed with the one before's pre (T3).
+
+    streams: [batch, time, streams, hidden]; pre: float32 [batch, time, streams].
+    """
+    mix = mix_coefficients(streams, params, text)
+    return mix, rms_norm(collapse(streams, pre), norm, text.rms_norm_eps)
+
+
+@jax.named_scope("hc_mix")
+@rowwise
 def expand(output: jax.Array, streams: jax.Array, mix: Mix) -> jax.Array:
     """h'_k = post_k·y + Σ_j comb[j, k]·h_j, rounded. output: [batch, time, hidden]."""
     wide = streams.astype(jnp.float32)

@@ -20,10 +20,15 @@ _RENORM_EPS = 1e-20  # independent of rms_norm_eps (model.md §1.2)
 _DEEP = -80.0  # below it log1p(e^g) is e^g in float32, and e^g is close to the smallest normal number
 
 
+@jax.named_scope("moe.router")
 def expert_scores(x: jax.Array, params: MoE) -> jax.Array:
     """sqrt(softplus(g)) of every expert, fp32. [batch, time, hidden] -> float32 [batch, time, experts]."""
-    gate = params.gate.astype(jnp.float32)
-    return rowwise(lambda x: _root_softplus(matmul(x.astype(jnp.float32), gate)), x)
+    return _scores(x, gate=params.gate.astype(jnp.float32))
+
+
+@rowwise
+def _scores(x: jax.Array, *, gate: jax.Array) -> jax.Array:
+    return _root_softplus(matmul(x.astype(jnp.float32), gate))
 
 
 def _root_softplus(logits: jax.Array) -> jax.Array:
@@ -37,6 +42,7 @@ def _root_softplus(logits: jax.Array) -> jax.Array:
     return jnp.where(logits > _DEEP, jnp.sqrt(softplus), deep)
 
 
+@jax.named_scope("moe.router")
 def select_experts(scores: jax.Array, params: MoE, image_mask: jax.Array | None, k: int) -> jax.Array:
     """The k largest of score + bias, in descending order, lowest id first on ties.
 
@@ -53,19 +59,17 @@ def select_experts(scores: jax.Array, params: MoE, image_mask: jax.Array | None,
     return lax.top_k(lax.stop_gradient(scores + bias), k)[1]
 
 
-def expert_weights(scores: jax.Array, expert_ids: jax.Array, scale: float) -> jax.Array:
+@jax.named_scope("moe.router")
+@rowwise
+def expert_weights(scores: jax.Array, expert_ids: jax.Array, *, scale: float) -> jax.Array:
     """Scores of the chosen experts, renormalised when there are several; the bias never enters (M1).
 
     expert_ids: int32 [batch, time, k]; scale: `routed_scaling_factor` -> float32 [batch, time, k].
     """
-
-    def weigh(scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
-        weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
-        if expert_ids.shape[-1] > 1:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
-        return weights * scale
-
-    return rowwise(weigh, scores, expert_ids)
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    if expert_ids.shape[-1] > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _RENORM_EPS)
+    return weights * scale
 
 
 def shared_expert(x: jax.Array, params: Experts, limit: float, quantize: bool) -> jax.Array:
@@ -95,19 +99,25 @@ def moe(
         mesh: what the routed experts are spread over, or None.
     """
     batch, time, hidden = x.shape
-    arguments = (
-        jnp.where(valid[..., None], expert_ids, params.gate.shape[0]).reshape(batch * time, -1),
-        expert_weights.reshape(batch * time, -1),
-    )
-    rows, experts = x.reshape(batch * time, hidden), params.experts
     limit, quantize = text.swiglu_limit, policy.quantize_activations
-    if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
-        routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
-    else:
-        w1, w3, w2 = experts.w1, experts.w3, experts.w2
-        routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
+    with jax.named_scope("moe.experts"):
+        arguments = (
+            jnp.where(valid[..., None], expert_ids, params.gate.shape[0]).reshape(batch * time, -1),
+            expert_weights.reshape(batch * time, -1),
+        )
+        rows, experts = x.reshape(batch * time, hidden), params.experts
+        if mesh is not None and mesh.shape.get(EXPERT, 1) > 1:
+            routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
+        else:
+            w1, w3, w2 = experts.w1, experts.w3, experts.w2
+            routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
+        routed = routed.reshape(batch, time, hidden)
+    return _add_shared(x, routed, params=params.shared_experts, limit=limit, policy=policy)
 
-    def add_shared(x: jax.Array, routed: jax.Array) -> jax.Array:
-        return policy.round(routed + shared_expert(x, params.shared_experts, limit, quantize).astype(jnp.float32))
 
-    return rowwise(add_shared, x, routed.reshape(batch, time, hidden))
+@jax.named_scope("moe.shared")
+@rowwise
+def _add_shared(
+    x: jax.Array, routed: jax.Array, *, params: Experts, limit: float, policy: PrecisionPolicy
+) -> jax.Array:
+    return policy.round(routed + shared_expert(x, params, limit, policy.quantize_activations).astype(jnp.float32))

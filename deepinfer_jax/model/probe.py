@@ -1,5 +1,6 @@
 """Named tensors of the forward pass: which can be captured or edited, and how that is done under jit (design.md §4)."""
 
+import dataclasses
 import difflib
 import fnmatch
 import functools
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.config.layer_plan import layer_plans
 from deepinfer_jax.config.model_config import ModelConfig
+from deepinfer_jax.model.carry import Carry
 
 Edit = Callable[[jax.Array], jax.Array]
 
@@ -83,45 +85,61 @@ def _unknown(what: str, pattern: str, known: tuple[str, ...]) -> str:
     return f"{what} name {pattern!r} matches nothing in this model{hint} (capture_names(config) lists all)"
 
 
+@dataclasses.dataclass(frozen=True)
 class Probe:
-    """Hands every named tensor of one trace through its edit and keeps the captured ones."""
+    """What is asked about the tensors of one pass: which are captured, which are edited.
 
-    def __init__(self, captures: tuple[str, ...], edits: tuple[tuple[str, Edit], ...]) -> None:
-        self._captures = frozenset(captures)
-        self._edits = dict(edits)
-        self.captured: dict[str, jax.Array] = {}
+    Attributes:
+        captures: of `resolve_captures`.
+        edits: of `resolve_edits`.
+    """
+
+    captures: tuple[str, ...] = ()
+    edits: tuple[tuple[str, Edit], ...] = ()
 
     @property
     def has_edits(self) -> bool:
         """Whether somebody replaces a tensor of this pass."""
-        return bool(self._edits)
+        return bool(self.edits)
 
     def watches(self, name: str) -> bool:
         """Whether this tensor is captured or edited."""
-        return name in self._captures or name in self._edits
+        return name in self.captures or name in dict(self.edits)
 
-    def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        """The tensor to go on with.
+    def __call__(self, name: str, value: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        """The tensor to go on with, and the carry with it if it is captured.
+
+        Raises:
+            ValueError: see `observe`.
+        """
+        value, captured = self.observe(name, value)
+        return value, dataclasses.replace(carry, captured={**carry.captured, **captured})
+
+    def observe(self, name: str, value: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The tensor to go on with, and it under its name if it is captured, else nothing.
 
         An edit may return any array of the shape, NumPy included; another float or integer type is converted.
 
         Raises:
             ValueError: an edit returned something else.
         """
-        if name in self._edits:
-            result = self._edits[name](value)
-            if not hasattr(result, "shape"):
-                raise ValueError(f"the edit of {name!r} returned {type(result).__name__}; it must return an array")
-            edited = jnp.asarray(result)
-            if edited.shape != value.shape or _kind(edited) != _kind(value):
-                raise ValueError(
-                    f"the edit of {name!r} returned {edited.dtype}{list(edited.shape)}; "
-                    f"it must keep {value.dtype}{list(value.shape)}"
-                )
-            value = edited.astype(value.dtype)
-        if name in self._captures:
-            self.captured[name] = value
-        return value
+        edit = dict(self.edits).get(name)
+        if edit is not None:
+            value = _edited(name, edit(value), value)
+        return value, {name: value} if name in self.captures else {}
+
+
+def _edited(name: str, result: Any, value: jax.Array) -> jax.Array:
+    """What an edit made of a tensor, in the tensor's type."""
+    if not hasattr(result, "shape"):
+        raise ValueError(f"the edit of {name!r} returned {type(result).__name__}; it must return an array")
+    edited = jnp.asarray(result)
+    if edited.shape != value.shape or _kind(edited) != _kind(value):
+        raise ValueError(
+            f"the edit of {name!r} returned {edited.dtype}{list(edited.shape)}; "
+            f"it must keep {value.dtype}{list(value.shape)}"
+        )
+    return edited.astype(value.dtype)
 
 
 def _kind(array: jax.Array) -> Any:

@@ -59,18 +59,18 @@ def frequencies(text: TextConfig, compressed: bool) -> npt.NDArray[np.float32]:
 
 def rotation(text: TextConfig, positions: jax.Array, compressed: bool) -> Rotation:
     """Rotation of integer positions [...], angles as fp32 position × fp32 frequency (T33)."""
+    return rowwise(_turned, lead=positions.ndim)(positions, frequencies=frequencies(text, compressed))
 
-    def of_rows(positions: jax.Array) -> Rotation:
-        angles = positions.astype(jnp.float32)[..., None] * frequencies(text, compressed)
-        return Rotation(jnp.cos(angles), jnp.sin(angles))
 
-    return rowwise(of_rows, positions, lead=positions.ndim)
+def _turned(positions: jax.Array, *, frequencies: npt.NDArray[np.float32]) -> Rotation:
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotate(x: jax.Array, rope: Rotation) -> jax.Array:
     """Rotates adjacent pairs of the last channels of x (T11), fp32 inside, rounded to its dtype.
 
-    x: [..., dim], by: [..., rope_dim / 2] with leading axes that broadcast against those of x.
+    x: [..., dim], rope: [..., rope_dim / 2] with leading axes that broadcast against those of x.
     """
     width = 2 * rope.cos.shape[-1]
     still, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)

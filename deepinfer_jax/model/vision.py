@@ -13,7 +13,7 @@ from jax import lax
 
 from deepinfer_jax.config.model_config import ModelConfig, VisionConfig
 from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
-from deepinfer_jax.kernels.dot import dot, matmul
+from deepinfer_jax.kernels.dot import contract, matmul
 from deepinfer_jax.model.checks import check_patches
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rope import Rotation
@@ -78,6 +78,7 @@ def feature_count(vit_height: int, vit_width: int, settings: VisionConfig) -> in
     return math.ceil(vit_height / settings.downsample_ratio) * math.ceil(vit_width / settings.downsample_ratio)
 
 
+@jax.named_scope("vision")
 def vision_tower(
     vision: Vision,
     patches: jax.Array,
@@ -105,6 +106,7 @@ def vision_tower(
     return rms_norm(x, vision.norm, _EPS)
 
 
+@jax.named_scope("vision")
 def align(
     vision: Vision,
     vit: jax.Array,
@@ -193,9 +195,9 @@ def _attention(
 
     @jax.checkpoint
     def of_queries(queries: jax.Array) -> jax.Array:
-        scores = dot(queries, keys, (((2,), (2,)), ((1,), (1,)))) * (width // heads) ** -0.5  # [heads, queries, n]
+        scores = contract("qhd,khd->hqk", queries, keys) * (width // heads) ** -0.5
         probabilities = jax.nn.softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
-        return policy.round(dot(probabilities, values, (((2,), (0,)), ((0,), (1,)))).swapaxes(0, 1))
+        return policy.round(contract("hqk,khd->hqd", probabilities, values).swapaxes(0, 1))
 
     tiles = math.ceil(4 * heads * n * n / SCORE_BYTES)
     if tiles == 1:

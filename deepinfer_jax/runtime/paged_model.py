@@ -11,9 +11,10 @@ from deepinfer_jax.cache.paged_view import PagedView, draft_windows
 from deepinfer_jax.config.model_config import ModelConfig, Precision
 from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.model.backbone import hidden_states
 from deepinfer_jax.model.bounded_replay import KeptRows, Replay
 from deepinfer_jax.model.dspark import DraftContext, Pick, draft_block
-from deepinfer_jax.model.forward import compute_logits, hidden_states
+from deepinfer_jax.model.forward import compute_logits
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.weights.params import Params
 
@@ -148,26 +149,27 @@ class PagedModel:
         time = batch.tokens.shape[2]
         arguments = cache, batch.tables, batch.slots, batch.starts, batch.lengths, time, self.config, policy
         if batch.offsets is None:
-            view = PagedView(*arguments, in_order=self.batch_invariant)
+            view = PagedView.of(*arguments, in_order=self.batch_invariant)
         else:
-            view = PackedView(*arguments, offsets=batch.offsets, in_order=self.batch_invariant)
+            view = PackedView.of(*arguments, in_order=self.batch_invariant, offsets=batch.offsets)
         tokens = batch.tokens.reshape(-1, time)
         kept = None
         if self.replay is not None and batch.kept_from is not None:
             kept = KeptRows(self.replay, batch.kept_from.reshape(-1))
-        hidden = hidden_states(
+        hidden, carry = hidden_states(
             params,
             tokens,
             view,
+            cache,
             self.config,
             policy,
-            Probe((), ()),
+            Probe(),
             self.kernels,
             places=None if batch.places is None else batch.places.reshape(-1, time),
             features=batch.features,
             kept=kept,
         )
-        return Advanced(hidden, view.lengths if kept is None else kept.lengths(view), view.finish())
+        return Advanced(hidden, view.new.lengths if kept is None else kept.lengths(view.new), carry.cache)
 
     def logits(self, params: Params, hidden: Array) -> Array:
         return compute_logits(params, hidden, self.kernels)

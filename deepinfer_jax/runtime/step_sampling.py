@@ -50,7 +50,7 @@ def sample_rows(
         return sample(logits, rows, options=options, tables=tables, drafts=drafts, num_top=MAX_TOP, wants_top=any_top)
 
     with batch_invariant(model.batch_invariant):
-        return rowwise(of_rows, logits, rows, drafts, lead=1)
+        return rowwise(of_rows, lead=1)(logits, rows, drafts)
 
 
 def prompt_logprobs_of(
@@ -76,7 +76,7 @@ def prompt_logprobs_of(
         hidden_here, target = operand
         logits = model.logits(params, hidden_here[:, None])[:, 0]
         with batch_invariant(model.batch_invariant):
-            return rowwise(of_rows, logits, rows, target, lead=1)
+            return rowwise(of_rows, lead=1)(logits, rows, target)
 
     is_last = jnp.arange(time) == lengths[:, None] - 1
     targets = jnp.where(is_last, next_token[:, None], jnp.roll(tokens, -1, axis=1))
@@ -108,7 +108,7 @@ def next_drafts(
                 return draw_draft(logits, rows, number, options)
 
             with batch_invariant(model.batch_invariant):
-                return rowwise(of_rows, logits, rows, lead=1)
+                return rowwise(of_rows, lead=1)(logits, rows)
 
         with jax.named_scope("draft"):
             return model.draft(params, cache, slots, lengths, given, count, pick)

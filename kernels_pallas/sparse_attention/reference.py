@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.dot import dot
+from deepinfer_jax.kernels.dot import contract
 from deepinfer_jax.kernels.rounding import round_to
 from deepinfer_jax.kernels.tiling import join_time, pad_time, split_time
 
@@ -142,7 +142,7 @@ def _dense_branch(
 
 
 def _branch(query: jax.Array, keys: jax.Array, visible: jax.Array, broken: jax.Array, scale: float) -> _Branch:
-    logits = dot(query, keys, (((3,), (keys.ndim - 1,)), _shared_axes(keys))) * scale
+    logits = contract(f"brhd,{_axes(keys)}->brhk", query, keys) * scale
     logits = jnp.where(broken[:, :, None, :], jnp.nan, logits)
     return _Branch(jnp.where(visible[:, :, None, :], logits, -jnp.inf), keys)
 
@@ -158,14 +158,13 @@ def _softmax_product(branches: list[_Branch], sink: jax.Array, round_probabiliti
         denominator += weights.sum(axis=-1)
         if round_probabilities:  # only before the product: the denominator keeps float32 e_j
             weights = round_to(weights, jnp.bfloat16)
-        numerator += dot(weights, branch.keys, (((3,), (branch.keys.ndim - 2,)), _shared_axes(branch.keys)))
+        numerator += contract(f"brhk,{_axes(branch.keys)}->brhd", weights, branch.keys)
     return numerator / denominator[..., None]
 
 
-def _shared_axes(keys: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Batch axes of a product of [batch, rows, heads, ...] with keys, which may be shared by all rows."""
-    axes = tuple(range(keys.ndim - 2))
-    return axes, axes
+def _axes(keys: jax.Array) -> str:
+    """The axes of keys, [batch, keys, dim] if all rows share them, else [batch, rows, keys, dim]."""
+    return "bkd" if keys.ndim == 3 else "brkd"
 
 
 def _separate_broken(keys: jax.Array) -> tuple[jax.Array, jax.Array]:

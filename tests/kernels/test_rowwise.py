@@ -49,7 +49,7 @@ def test_every_row_goes_through_one_shape_and_comes_back_to_its_place(leading: t
     x = np.arange(3 * count, dtype=np.float32).reshape(*leading, 3)
     number = np.arange(count).reshape(leading)
     doubled, next_number = in_scope(
-        lambda x, number: rowwise(double, {"x": x}, None, number, lead=len(leading)), x, number
+        lambda x, number: rowwise(double, lead=len(leading))({"x": x}, None, number), x, number
     )
     assert np.array_equal(doubled, 2 * x) and np.array_equal(next_number, number + 1)
     assert set(seen) == {(*[1] * (len(leading) - 1), TILE_ROWS, 3)}
@@ -57,7 +57,7 @@ def test_every_row_goes_through_one_shape_and_comes_back_to_its_place(leading: t
 
 def test_outside_a_scope_the_function_is_called_as_it_is() -> None:
     seen: list[tuple[int, ...]] = []
-    rowwise(lambda x: seen.append(x.shape) or x, jnp.zeros((2, 5, 3)))
+    rowwise(lambda x: seen.append(x.shape) or x)(jnp.zeros((2, 5, 3)))
     assert seen == [(2, 5, 3)] and not is_batch_invariant()
 
 
@@ -107,8 +107,8 @@ def test_a_product_a_norm_and_a_softmax_have_the_same_bits_in_any_batch(count: i
 
     def chain(rows: jax.Array) -> jax.Array:
         products = matmul(rows, MATRIX)
-        normed = rowwise(lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True)), products, lead=1)
-        return rowwise(lambda x: jax.nn.softmax(x * 3 + 1, axis=-1), normed, lead=1)
+        normed = rowwise(lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True)), lead=1)(products)
+        return rowwise(lambda x: jax.nn.softmax(x * 3 + 1, axis=-1), lead=1)(normed)
 
     wanted = in_scope(chain, ROWS)
     assert same_bits(in_scope(chain, ROWS[:count]), wanted[:count])

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import init_cache
-from deepinfer_jax.cache.dense import CacheView
+from deepinfer_jax.cache.dense import DenseView
 from deepinfer_jax.cache.pools import CacheShape, init_pools
 from deepinfer_jax.config.model_config import TextConfig, parse_config
 from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model import attention
+from deepinfer_jax.model.backbone import hidden_states
 from deepinfer_jax.model.bounded_replay import Mode, Replay, first_consumer, replay_problem
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
-from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
 from tests.support.golden import GOLDEN
@@ -287,16 +287,11 @@ def test_mask_is_the_model_whose_consumers_see_no_key_before_the_kept_rows(monke
 
     monkeypatch.setattr(attention, "sparse_attention", attend)
     policy = precision_policy(small_config(), "float32_exact")
-    view = CacheView(
-        init_cache(small_config(), 1, length, precision="float32_exact"),
-        jnp.asarray([length]),
-        length,
-        small_config(),
-        policy,
-    )
+    cache = init_cache(small_config(), 1, length, precision="float32_exact")
+    view = DenseView.of(cache, jnp.asarray([length]), length, small_config(), policy)
     images = {"places": jnp.asarray(places_of(0, length))[None], "features": features("float32_exact")}
-    arguments = params, tokens[None], view, small_config(), policy, Probe((), ()), PLAIN
-    wanted = np.asarray(hidden_states(*arguments, **images))[0]
+    arguments = params, tokens[None], view, cache, small_config(), policy, Probe(), PLAIN
+    wanted = np.asarray(hidden_states(*arguments, **images)[0])[0]
     monkeypatch.undo()
     assert layer == text.num_hidden_layers
     found = run("mask", (length,), precision="float32_exact", kernels=PLAIN).hidden[0]

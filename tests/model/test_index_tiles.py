@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import Params, init_cache
-from deepinfer_jax.cache.dense import Cache, CacheView
+from deepinfer_jax.cache.dense import Cache, DenseView, with_lengths_after
 from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.tiling import map_time
 from deepinfer_jax.model import indexer
-from deepinfer_jax.model.forward import hidden_states
+from deepinfer_jax.model.backbone import hidden_states
 from deepinfer_jax.model.probe import Probe
 from tests.support.small_model import small_config, small_params
 
@@ -30,9 +30,10 @@ def advance(
     """Hidden states, cache and picks. Not jitted as `forward` is, so that each test compiles a program of its own."""
     config, (batch, time) = small_config(), tokens.shape
     policy, probe = precision_policy(config, params.precision), Probe(PICKS, ())
-    view = CacheView(cache, jnp.full(batch, time), time, config, policy, in_order=kernels.batch_invariant)
-    hidden = hidden_states(params, tokens, view, config, policy, probe, kernels)
-    return hidden, view.finish(), probe.captured
+    lengths = jnp.full(batch, time)
+    view = DenseView.of(cache, lengths, time, config, policy, in_order=kernels.batch_invariant)
+    hidden, carry = hidden_states(params, tokens, view, cache, config, policy, probe, kernels)
+    return hidden, with_lengths_after(carry.cache, lengths), dict(carry.captured)
 
 
 def tokens_of(batch: int, time: int) -> jax.Array:

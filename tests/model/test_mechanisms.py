@@ -349,7 +349,7 @@ def test_index_scores_are_their_formula_in_tiles_of_any_size(precision: str, mon
     still = rotation(text, jnp.zeros((batch, time), jnp.int32), compressed=True)
 
     def scores() -> Array:
-        query, weights = index_query(latent, x, indexer, still, text, policy)
+        query, weights = index_query(latent, x, still, params=indexer, text=text, policy=policy)
         return np.asarray(index_scores(query, weights, keys, visible, policy), np.float32)
 
     whole = scores()

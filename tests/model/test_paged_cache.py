@@ -20,7 +20,8 @@ from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.formats import fake_quant_fp8, pack_fp8, unpack_fp8
-from deepinfer_jax.model.forward import compute_logits, hidden_states
+from deepinfer_jax.model.backbone import hidden_states
+from deepinfer_jax.model.forward import compute_logits
 from deepinfer_jax.model.probe import Probe
 from tests.support.small_model import small_config, small_params
 
@@ -45,10 +46,10 @@ def step(
 ) -> tuple[jax.Array, PagedCache]:
     config = small_config()
     policy = precision_policy(config, precision)
-    view = PagedView(cache, tables, slots, starts, lengths, time, config, policy)
+    view = PagedView.of(cache, tables, slots, starts, lengths, time, config, policy)
     flat = tokens.reshape(-1, time)
-    hidden = hidden_states(params, flat, view, config, policy, Probe((), ()), KernelChoice())
-    return compute_logits(params, hidden), view.finish()
+    hidden, carry = hidden_states(params, flat, view, cache, config, policy, Probe(), KernelChoice())
+    return compute_logits(params, hidden), carry.cache
 
 
 def poisoned(cache: PagedCache) -> PagedCache:

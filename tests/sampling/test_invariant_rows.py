@@ -28,7 +28,7 @@ def sampled(logits: jax.Array, rows: SamplingRows, drafts: DraftRows, invariant:
         return sample(logits, rows, tables=TABLES, drafts=drafts, num_top=20)
 
     with batch_invariant(invariant):
-        return rowwise(of_rows, logits, rows, drafts, lead=1)
+        return rowwise(of_rows, lead=1)(logits, rows, drafts)
 
 
 @pytest.mark.parametrize("invariant", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -2,42 +2,45 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import Cache, ModelConfig, Params, init_cache
-from deepinfer_jax.cache.dense import CacheView
+from deepinfer_jax.cache.dense import DenseView, with_lengths_after
 from deepinfer_jax.config.layer_plan import layer_plans
 from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.formats import pack_fp4_kv
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
-from deepinfer_jax.model.attention import ForwardContext, attention
-from deepinfer_jax.model.block import block, initial_streams
-from deepinfer_jax.model.engram import engram
+from deepinfer_jax.model.backbone import layer
+from deepinfer_jax.model.block import initial_streams
+from deepinfer_jax.model.carry import Carry
+from deepinfer_jax.model.context import ForwardContext
 from deepinfer_jax.model.probe import Probe
 from tests.support.golden import LAYER_KEYS, MODES, Array, Case, model
 
 
+@dataclasses.dataclass(frozen=True)
 class GoldenProbe(Probe):
-    """Records what was computed and goes on with the golden value, so that each step is judged by itself."""
+    """Captures what was computed and goes on with the golden value, so that each step is judged by itself.
 
-    def __init__(self, golden: dict[str, jax.Array]) -> None:
-        super().__init__((), ())
-        self._golden = {_capture_name(key): value for key, value in golden.items() if key.startswith("L")}
+    golden: by capture name.
+    """
+
+    golden: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def watches(self, name: str) -> bool:
         return True
 
-    def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        self.captured[name] = value
-        known = self._golden.get(name, value).astype(value.dtype)
+    def observe(self, name: str, value: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        known = self.golden.get(name, value).astype(value.dtype)
         if name.endswith(("index_scores", "candidates")):  # the cache has room for entries that do not exist yet
             nothing = False if known.dtype == bool else -jnp.inf
             room = value.shape[-1] - known.shape[-1]
             known = jnp.pad(known, [(0, 0), (0, 0), (0, room)], constant_values=nothing)
-        return jnp.asarray(known)
+        return jnp.asarray(known), {name: value}
 
 
 def _capture_name(key: str) -> str:
@@ -52,33 +55,19 @@ def _run_blocks(
     text, policy = config.text, precision_policy(config, precision)
     embedded = golden["embed"].astype(policy.dtype)
     batch, time, _ = embedded.shape
-    view = CacheView(cache, jnp.full(batch, time, jnp.int32), time, config, policy)
-    probe = GoldenProbe(golden)
-    step = ForwardContext.start(text, policy, view, probe, KernelChoice())
+    lengths = jnp.full(batch, time, jnp.int32)
+    view = DenseView.of(cache, lengths, time, config, policy)
     image_mask = golden["token_types"] >= 0 if "token_types" in golden else None
+    probe = GoldenProbe(golden={_capture_name(key): value for key, value in golden.items() if key.startswith("L")})
+    rows = golden["engram_ids"].astype(jnp.int32)
+    context = ForwardContext.of(text, policy, view, probe, KernelChoice(), params.mesh, image_mask, rows)
     streams, pre = initial_streams(embedded, text)
-    for plan, layer in zip(layer_plans(text), params.layers, strict=True):
-        if plan.engram is not None and layer.engram is not None:
-            rows = golden["engram_ids"][:, :, plan.engram].astype(jnp.int32)
-            remembered = engram(streams, rows, layer.engram, image_mask, text, policy)
-            streams = probe(f"layers.{plan.index}.engram.streams", remembered)
-        block(
-            streams,
-            pre,
-            layer,
-            functools.partial(attention, params=layer.attn, plan=plan, step=step),
-            name=f"layers.{plan.index}",
-            experts_per_token=text.num_experts_per_tok,
-            image_mask=image_mask,
-            valid=jnp.ones((batch, time), bool),
-            text=text,
-            policy=policy,
-            mesh=params.mesh,
-            probe=probe,
-        )
+    carry = Carry(pre=pre, cache=cache)
+    for plan, own in zip(layer_plans(text), params.layers, strict=True):
+        _, carry = layer(streams, carry, own, plan, context)
         streams = golden[f"L{plan.index}/out"].astype(policy.dtype)
-        pre = golden[f"L{plan.index}/pre_mix"]
-    return probe.captured, view.finish()
+        carry = dataclasses.replace(carry, pre=golden[f"L{plan.index}/pre_mix"])
+    return dict(carry.captured), with_lengths_after(carry.cache, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +113,8 @@ def _with_golden_contents(cache: Cache, case: Case, config: ModelConfig) -> Cach
         return array.at[:, : contents.shape[1]].set(contents.astype(array.dtype))
 
     entries: list[jax.Array | PackedEntries] = []
-    for layer, own in zip(config.text.kv_source_layer_ids, cache.entries, strict=True):
-        contents = stored(layer, "compress_kv")
+    for source, own in zip(config.text.kv_source_layer_ids, cache.entries, strict=True):
+        contents = stored(source, "compress_kv")
         if isinstance(own, PackedEntries):
             entries.append(PackedEntries(*map(filled, own, pack_fp4_kv(contents))))
         else:
