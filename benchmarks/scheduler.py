@@ -22,8 +22,8 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import EngineParts, pool_blocks, step_buckets
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep
 
 SEQUENCES = 256

@@ -14,7 +14,8 @@ import numpy as np
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.grammars.constraint import Constraint
 from deepinfer_jax.engine.requests.request import mark_ready, slot_places
-from deepinfer_jax.runtime.runner import Runner, StepResult
+from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus, StepPlan
 from deepinfer_jax.structured import (
     GrammarError,
