@@ -11,6 +11,7 @@ STATE_BYTES: what copying real ones takes is the host's memory bandwidth, not it
 import itertools
 import os
 import statistics
+import sys
 import time
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ from deepinfer_jax.scheduler import DecodeStep, PrefillStep
 SEQUENCES = 256
 PROMPT = np.arange(4, 36)
 STATE_BYTES = 1024
-STEPS = 300
+STEPS = 3 if "--smoke" in sys.argv else 300  # the few only show that it runs
 PHASES = ("schedule", "launch", "process")
 LIMITS = {0: 1.0, 5: 2.5}  # milliseconds, by number of drafts
 
@@ -68,7 +69,7 @@ class InstantRunner:
 
     def warm_up(self, progress: bool) -> None: ...
 
-    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]]) -> Done:
+    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]], images: None = None) -> Done:
         pack_prefill(step, 1, self._slots, columns)
         return _result(len(step.sequences), 1)
 
