@@ -88,7 +88,7 @@ def pytest_runtest_teardown() -> None:
 def _give_up_programs() -> None:
     import jax
 
-    from deepinfer_jax.runtime.runner import compile_state_op, compile_step, compile_write_masks
+    from deepinfer_jax.runtime.compiled_programs import compile_state_op, compile_step, compile_write_masks
 
     jax.clear_caches()
     compile_step.cache_clear()

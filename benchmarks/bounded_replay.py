@@ -22,14 +22,14 @@ import numpy as np
 
 from deepinfer_jax import ModelConfig, Params, init_params
 from deepinfer_jax.cache.pools import CacheShape, init_pools
-from deepinfer_jax.config.model_config import parse_config
+from deepinfer_jax.config.model_config import Precision, parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.bounded_replay import Replay, first_consumer
 from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from deepinfer_jax.scheduler import blocks_for
 
 REPOSITORY = Path(__file__).parents[1]
-PRECISION = "float32"
+PRECISION: Precision = "float32"
 TOKENS_PER_BLOCK = 128
 SPARE = 12  # kept beside the window, as in DeepInfer's README: 140 of 128
 
@@ -84,7 +84,11 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 32768])
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.config = REPOSITORY / "tests" / "golden" / "A_s28" / "config.json"
+        arguments.lengths, arguments.chunk, arguments.rounds = [96], 32, 1
     config = parse_config(json.loads(arguments.config.read_text()))
     params = init_params(config, jax.random.key(0), precision=PRECISION)
     keep = config.text.sliding_window + SPARE

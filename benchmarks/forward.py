@@ -6,6 +6,7 @@ The last columns compare with eager PyTorch in fp32 on a quiet 2-core AMD EPYC (
 straightforward PyTorch forward of the same models, and kept here as constants.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import ModelConfig, Params, forward, init_cache, init_params, load_config, load_params
+from deepinfer_jax import Cache, ModelConfig, Params, forward, init_cache, init_params, load_config, load_params
 from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.model.forward import compute_logits
 from deepinfer_jax.tokenization import engram_primes
@@ -26,6 +27,7 @@ from deepinfer_jax.tokenization import engram_primes
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN_A = REPOSITORY / "tests" / "golden" / "A_s28"
 RELEASED = REPOSITORY / "tests" / "configs" / "released.json"
+RELEASED_5_LAYERS = REPOSITORY / "tests" / "configs" / "released_5_layers.json"
 MID = REPOSITORY / "benchmarks" / "mid.json"
 
 PYTORCH = {  # tokens/s
@@ -39,7 +41,7 @@ PYTORCH = {  # tokens/s
 CONTEXT = 640
 
 
-def best_seconds(run: Callable[[], None], rounds: int = 7) -> float:
+def best_seconds(run: Callable[[], object], rounds: int) -> float:
     """The fastest of some rounds after one warm-up: the machine's other work only ever adds."""
     run()
     times = []
@@ -50,12 +52,13 @@ def best_seconds(run: Callable[[], None], rounds: int = 7) -> float:
     return min(times)
 
 
-def decode_seconds(params: Params, config: ModelConfig, batch: int, steps: int = 50) -> float:
+def decode_seconds(params: Params, config: ModelConfig, batch: int, rounds: int, steps: int = 50) -> float:
     """Seconds per greedy decode step, one jitted program that donates its cache."""
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def step(params: Params, cache: object, tokens: jax.Array) -> tuple[object, jax.Array]:
+    def step(params: Params, cache: Cache, tokens: jax.Array) -> tuple[Cache | None, jax.Array]:
         output = forward(params, config, tokens[:, None], cache=cache, precision="float32")
+        assert output.logits is not None
         return output.cache, jnp.argmax(output.logits[:, 0], axis=-1).astype(jnp.int32)
 
     def run() -> None:
@@ -64,10 +67,10 @@ def decode_seconds(params: Params, config: ModelConfig, batch: int, steps: int =
             cache, tokens = step(params, cache, tokens)
         tokens.block_until_ready()
 
-    return best_seconds(run) / steps
+    return best_seconds(run, rounds) / steps
 
 
-def prefill_seconds(params: Params, config: ModelConfig, length: int) -> float:
+def prefill_seconds(params: Params, config: ModelConfig, length: int, rounds: int) -> float:
     """Seconds for one prompt into an empty cache, logits of its last token."""
 
     @jax.jit
@@ -77,20 +80,22 @@ def prefill_seconds(params: Params, config: ModelConfig, length: int) -> float:
         return output.cache, compute_logits(params, output.hidden[:, -1])
 
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.text.vocab_size - 8, (1, length)), jnp.int32)
-    return best_seconds(lambda: prefill(params, tokens)[1].block_until_ready())
+    return best_seconds(lambda: prefill(params, tokens)[1].block_until_ready(), rounds)
 
 
-def eager_seconds(params: Params, config: ModelConfig) -> float:
+def eager_seconds(params: Params, config: ModelConfig, rounds: int) -> float:
     """Seconds for one one-token call of `forward` from plain Python, input checks included."""
     cache, tokens = init_cache(config, 1, CONTEXT, precision="float32"), np.full((1, 1), 5)
-    return best_seconds(
-        lambda: forward(params, config, tokens, cache=cache, precision="float32").logits.block_until_ready(), rounds=50
-    )
+
+    def run() -> None:
+        jax.block_until_ready(forward(params, config, tokens, cache=cache, precision="float32").logits)
+
+    return best_seconds(run, rounds)
 
 
-def compile_seconds() -> tuple[float, float]:
-    """Trace and compile seconds of a decode step with the released 40-layer schedule at golden A's widths."""
-    raw, released = json.loads((GOLDEN_A / "config.json").read_text()), json.loads(RELEASED.read_text())
+def compile_seconds(schedule: Path) -> tuple[float, float]:
+    """Trace and compile seconds of a decode step with the layer schedule of this configuration at golden A's widths."""
+    raw, released = json.loads((GOLDEN_A / "config.json").read_text()), json.loads(schedule.read_text())
     text = raw["text_config"]
     for key in (
         "num_hidden_layers",
@@ -135,26 +140,30 @@ def machine() -> str:
 
 def main() -> None:
     """Prints one table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    smoke: bool = parser.parse_args().smoke
+    rounds, steps = (1, 2) if smoke else (7, 50)
     print(machine())
     config_a = load_config(GOLDEN_A)
-    config_mid = parse_config(json.loads(MID.read_text()))
-    models = {
-        "A": (config_a, load_params(GOLDEN_A, config_a, precision="float32")),
-        "mid": (config_mid, init_params(config_mid, jax.random.key(0), precision="float32")),
-    }
+    models = {"A": (config_a, load_params(GOLDEN_A, config_a, precision="float32"))}
+    if not smoke:
+        config_mid = parse_config(json.loads(MID.read_text()))
+        models["mid"] = (config_mid, init_params(config_mid, jax.random.key(0), precision="float32"))
     print(f"{'model':6}{'what':18}{'ms':>9}{'tokens/s':>10}{'PyTorch':>9}{'ratio':>7}")
     for name, (config, params) in models.items():
         rows = [
-            ("decode, batch 1", 1, decode_seconds(params, config, 1)),
-            ("decode, batch 8", 8, decode_seconds(params, config, 8)),
-            ("prefill 512", 512, prefill_seconds(params, config, 512)),
+            ("decode, batch 1", 1, decode_seconds(params, config, 1, rounds, steps)),
+            ("decode, batch 8", 8, decode_seconds(params, config, 8, rounds, steps)),
+            ("prefill 512", 512, prefill_seconds(params, config, 512, rounds)),
         ]
         for what, tokens, seconds in rows:
             rate, base = tokens / seconds, PYTORCH[name, what]
             print(f"{name:6}{what:18}{seconds * 1e3:9.2f}{rate:10.0f}{base:9d}{rate / base:7.1f}", flush=True)
-        print(f"{name:6}{'eager, one token':18}{eager_seconds(params, config) * 1e3:9.2f}", flush=True)
-    trace, compiled = compile_seconds()
-    print(f"released 40-layer schedule at A's widths: trace {trace:.1f} s, compile {compiled:.1f} s")
+        print(f"{name:6}{'eager, one token':18}{eager_seconds(params, config, steps) * 1e3:9.2f}", flush=True)
+    schedule = RELEASED_5_LAYERS if smoke else RELEASED
+    trace, compiled = compile_seconds(schedule)
+    print(f"layer schedule of {schedule.stem} at A's widths: trace {trace:.1f} s, compile {compiled:.1f} s")
 
 
 if __name__ == "__main__":

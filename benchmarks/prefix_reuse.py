@@ -34,7 +34,11 @@ def main() -> None:
     parser.add_argument("--model", default="mid", choices=["A", "mid"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.tokens = "A", 96
+    repeats = 1 if arguments.smoke else REPEATS
     length = arguments.tokens
     rng = np.random.default_rng(0)
     print(f"{'shared':>8}{'restored':>10}{'seconds':>9}{'of cold':>9}   (prompts of {length} tokens)", flush=True)
@@ -46,7 +50,7 @@ def main() -> None:
         cold = 0.0
         for ratio in RATIOS:
             seconds, restored = [], 0
-            for repeat in range(REPEATS):
+            for repeat in range(repeats):
                 before, after = rng.integers(3, 180, (2, length)).tolist()
                 shared = int(ratio * length)
                 first_token(engine, f"before {ratio} {repeat}", before)

@@ -65,12 +65,12 @@ def adjustments(batch: int) -> Adjustments:
     )
 
 
-def best_times(programs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def best_times(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Shortest seconds of each; a first call is not counted."""
     for program in programs.values():
         jax.block_until_ready(program())
     best = dict.fromkeys(programs, float("inf"))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, program in programs.items():
             started = time.perf_counter()
             jax.block_until_ready(program())
@@ -81,7 +81,10 @@ def best_times(programs: dict[str, Callable[[], Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
-    batches: list[int] = parser.parse_args().batch
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    arguments = parser.parse_args()
+    batches: list[int] = [1] if arguments.smoke else arguments.batch
+    rounds = 1 if arguments.smoke else ROUNDS
     chosen = jax.jit(functools.partial(sample, num_top=NUM_TOP))
     argmax = jax.jit(functools.partial(jnp.argmax, axis=-1))
     results: list[dict[str, float]] = []
@@ -97,7 +100,7 @@ def main() -> None:
         programs["drafts"] = functools.partial(
             chosen, logits, wanted["temperature"], tables=tables, drafts=drafts, wants_top=jnp.asarray(False)
         )
-        results.append(best_times(programs))
+        results.append(best_times(programs, rounds))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, vocabulary {VOCAB}; microseconds per row (x argmax)")
     print(f"{'rows want':18}" + "".join(f"{f'batch {batch}':>20}" for batch in batches))
     for name in results[0]:

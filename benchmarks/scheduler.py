@@ -11,6 +11,7 @@ STATE_BYTES: what copying real ones takes is the host's memory bandwidth, not it
 import itertools
 import os
 import statistics
+import sys
 import time
 from typing import Any
 from unittest import mock
@@ -22,14 +23,14 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import EngineParts, pool_blocks, step_buckets
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep
 
 SEQUENCES = 256
 PROMPT = np.arange(4, 36)
 STATE_BYTES = 1024
-STEPS = 300
+STEPS = 3 if "--smoke" in sys.argv else 300  # the few only show that it runs
 PHASES = ("schedule", "launch", "process")
 LIMITS = {0: 1.0, 5: 2.5}  # milliseconds, by number of drafts
 
@@ -68,7 +69,7 @@ class InstantRunner:
 
     def warm_up(self, progress: bool) -> None: ...
 
-    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]]) -> Done:
+    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]], images: None = None) -> Done:
         pack_prefill(step, 1, self._slots, columns)
         return _result(len(step.sequences), 1)
 

@@ -7,9 +7,10 @@ Pallas kernel would only be interpreted there). Implementations take turns withi
 counts, so that their ratio means something on a machine that is not quiet.
 """
 
+import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +22,12 @@ from deepinfer_jax.kernels.sparse_attention.shapes import RELEASED_DECODE, SMALL
 SECONDS = 1.0  # per shape
 
 
-def best_times(programs: list[Callable[..., jax.Array]], arguments: tuple[Any, ...]) -> list[float]:
-    """Shortest seconds of each program; compilation and a first call are not counted."""
+def best_times(programs: Sequence[Callable[..., jax.Array]], arguments: tuple[Any, ...], limit: float) -> list[float]:
+    """Shortest seconds of each program within `limit` seconds; compilation and a first call are not counted."""
     for program in programs:
         jax.block_until_ready(program(*arguments))
     best = [float("inf")] * len(programs)
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + limit
     while time.perf_counter() < end:
         for i, program in enumerate(programs):
             started = time.perf_counter()
@@ -36,15 +37,18 @@ def best_times(programs: list[Callable[..., jax.Array]], arguments: tuple[Any, .
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    limit = 0.01 if parser.parse_args().smoke else SECONDS
     device = jax.devices()[0]
     choice = KernelChoice.for_devices([device])
     choices = [KernelChoice()] if choice == KernelChoice() else [KernelChoice(), choice]
     shapes = SMALL if device.platform == "cpu" else RELEASED_DECODE
-    print(f"{device.device_kind}, jax {jax.__version__}; microseconds per call, best of {SECONDS} s")
+    print(f"{device.device_kind}, jax {jax.__version__}; microseconds per call, best of {limit} s")
     print(f"{'shape':22}{'rows/s':>12}" + "".join(f"{one.sparse_attention:>12}" for one in choices) + "  XLA / kernel")
     for shape in shapes:
         programs = [jax.jit(functools.partial(sparse_attention, **shape.options, choice=one)) for one in choices]
-        times = best_times(programs, shape.random_arguments())
+        times = best_times(programs, shape.random_arguments(), limit)
         ratio = f"{times[0] / times[1]:10.2f}" if len(times) > 1 else f"{'-':>10}"
         rows = f"{shape.batch * shape.time / min(times):12,.0f}"
         print(f"{shape.name:22}{rows}" + "".join(f"{1e6 * t:12.0f}" for t in times) + ratio, flush=True)

@@ -16,12 +16,13 @@ from pathlib import Path
 from drafted import CONFIGS, drafted_model
 
 from deepinfer_jax import EngineArgs, LLMEngine
+from deepinfer_jax.config.model_config import Precision
 from deepinfer_jax.engine.environ import env
 
 STEPS = 12  # golden A has 128 positions
 
 
-def decode_rate(folder: Path, drafts: int, concurrency: int, precision: str) -> tuple[float, float]:
+def decode_rate(folder: Path, drafts: int, concurrency: int, precision: Precision) -> tuple[float, float]:
     """Output tokens per second, and tokens per decode step of a sequence, of `concurrency` sequences that decode."""
     os.environ["DEEPINFER_USE_NEXTN_DECODE"] = str(drafts)
     env.rearm()
@@ -49,7 +50,10 @@ def main() -> None:
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--drafts", nargs="+", type=int, default=list(range(6)))
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.concurrency, arguments.drafts = ["A"], [1], [1]
     print(
         f"{'model':6}{'concurrency':>12}  {'draft':8}{'drafts':>7}{'tok/s':>9}{'× first':>8}{'tokens/step':>13}",
         flush=True,

@@ -1,4 +1,4 @@
-"""What it costs to move the state of a sequence: snapshots of a slot, and a hand-over between two engines.
+"""Costs of moving the state of a sequence: snapshots of a slot, and a hand-over between two engines.
 
     python benchmarks/state_transfer.py          # about a minute on 2 cores; needs a checkout
 
@@ -7,6 +7,7 @@ the time in which the moved prompt was computed.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS
 from deepinfer_jax.scheduler import BucketTable
 
-REPEATS = 5
+REPEATS, COPIES = 5, 50
 PARAMS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
@@ -64,7 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mid", choices=["A", "mid"])
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.tokens = "A", 96
+    repeats, copies = (1, 2) if arguments.smoke else (REPEATS, COPIES)
     rng = np.random.default_rng(0)
     sizes: dict[str, Any] = {"precision": "float32", "max_num_seqs": 4, "max_model_len": arguments.tokens + 8}
     rows: dict[str, list[float]] = {name: [] for name in ("compute", "export", "save", "load", "import to next token")}
@@ -72,11 +77,11 @@ def main() -> None:
         prompts = LLMEngine(EngineArgs(model=str(folder), engine_type=EngineType.PROMPT, **sizes))
         completions = LLMEngine(EngineArgs(model=str(folder), engine_type=EngineType.COMPLETION, **sizes))
         file = Path(directory) / "sequence.safetensors"
-        for repeat in range(REPEATS + 1):
+        for repeat in range(repeats + 1):
             compute = computed(prompts, str(repeat), rng.integers(3, 180, arguments.tokens).tolist())
-            export, state = timed(lambda name=str(repeat): prompts.export_sequence(name))
-            save, _ = timed(lambda state=state: state.save(file))
-            load, state = timed(lambda: SequenceState.load(file))
+            export, state = timed(functools.partial(prompts.export_sequence, str(repeat)))
+            save, _ = timed(functools.partial(state.save, file))
+            load, state = timed(functools.partial(SequenceState.load, file))
             values = compute, export, save, load, imported(completions, state)
             if repeat:  # the first one touches fresh memory
                 for name, value in zip(rows, values, strict=True):
@@ -88,8 +93,8 @@ def main() -> None:
             print(f"{name:22}{median * 1e3:9.2f} ms{median / compute:8.4f} of the prompt's computation", flush=True)
         for engine in (prompts, completions):
             engine.close()
-    snapshots("mid", configuration("benchmarks/mid.json"), "float32")
-    snapshots("the released model", configuration("tests/configs/released.json"), "reference")
+    snapshots("mid", configuration("benchmarks/mid.json"), "float32", copies)
+    snapshots("the released model", configuration("tests/configs/released.json"), "reference", copies)
 
 
 def configuration(path: str) -> ModelConfig:
@@ -97,11 +102,11 @@ def configuration(path: str) -> ModelConfig:
     return parse_config(json.loads((REPOSITORY / path).read_text()))
 
 
-def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
+def snapshots(name: str, config: ModelConfig, precision: Precision, copies: int) -> None:
     """Prints bandwidths of reading a slot to the host and of writing it back, on pools without a model."""
     model = PagedModel(config, precision, KernelChoice())
     shape = CacheShape(data=1, slots=4, blocks=4, tokens_per_block=128)
-    # No step is run: moves ask for no parameters.
+    # No step is run: state ops ask for no parameters.
     runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, kinds=(), moves_slots=True)
     runner.warm_up()
     zero = np.zeros(1, np.int32)
@@ -119,7 +124,7 @@ def snapshots(name: str, config: ModelConfig, precision: Precision) -> None:
     }
     print(f"a slot of {name} has {state.nbytes / 1e6:.3f} MB")
     for work_name, work in works.items():
-        seconds = statistics.median(timed(work)[0] for _ in range(50))
+        seconds = statistics.median(timed(work)[0] for _ in range(copies))
         print(f"{work_name:22}{seconds * 1e3:9.3f} ms{state.nbytes / seconds / 1e9:8.2f} GB/s", flush=True)
 
 

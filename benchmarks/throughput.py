@@ -4,7 +4,7 @@
     python benchmarks/throughput.py --model mid --concurrency 8
 
 prefill: prompts of 1 … 96 tokens, one output token each; prompt tokens per second.
-decode: all places taken, no prompt left to compute; output tokens per second of the steps.
+decode: all slots in use, no prompt left to compute; output tokens per second of the steps.
 mixed: prompts of 1 … 96 tokens, 1 … 64 outputs each; output tokens per second, prompts computed on the way.
 """
 
@@ -64,7 +64,7 @@ def decode_rate(llm: LLM, concurrency: int, steps: int = 40) -> float:
     return rate
 
 
-def measure(folder: Path, precision: str, concurrency: int) -> tuple[float, float, float]:
+def measure(folder: Path, precision: str, concurrency: int, num_requests: int) -> tuple[float, float, float]:
     """Tokens per second of prefill, decode and mixed."""
     llm = LLM(
         folder,
@@ -74,9 +74,9 @@ def measure(folder: Path, precision: str, concurrency: int) -> tuple[float, floa
         decode_sequence=False,
     )
     rng = np.random.default_rng(1)
-    prompts = rng.integers(1, MAX_PROMPT + 1, NUM_REQUESTS)
-    outputs = rng.integers(1, MAX_OUTPUT + 1, NUM_REQUESTS)
-    one = np.ones(NUM_REQUESTS, int)
+    prompts = rng.integers(1, MAX_PROMPT + 1, num_requests)
+    outputs = rng.integers(1, MAX_OUTPUT + 1, num_requests)
+    one = np.ones(num_requests, int)
     seconds(llm, prompts[:16], one[:16])  # the first steps touch fresh memory
     prefill = prompts.sum() / seconds(llm, prompts, one)
     decode = decode_rate(llm, concurrency)
@@ -90,12 +90,16 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["A", "mid"], choices=["A", "mid"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.concurrency = ["A"], [2]
+    num_requests = 4 if arguments.smoke else NUM_REQUESTS
     print(f"{'model':6}{'concurrency':>12}{'prefill tok/s':>15}{'decode tok/s':>14}{'mixed tok/s':>13}", flush=True)
     for name in arguments.model:
         with model_folder(name) as folder:
             for concurrency in arguments.concurrency:
-                prefill, decode, mixed = measure(folder, arguments.precision, concurrency)
+                prefill, decode, mixed = measure(folder, arguments.precision, concurrency, num_requests)
                 print(f"{name:6}{concurrency:12}{prefill:15.0f}{decode:14.0f}{mixed:13.0f}", flush=True)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from deepinfer_jax import init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
@@ -61,7 +62,7 @@ def operations(layout: ImageLayout, config: ModelConfig) -> int:
     return 2 * (tower + features * hidden * (width * vision.downsample_ratio**2 + hidden))
 
 
-def seconds(function: Callable[[], object], rounds: int = 3) -> float:
+def seconds(function: Callable[[], object], rounds: int) -> float:
     """Of the best round; a first one is not counted."""
     times = []
     for _ in range(1 + rounds):
@@ -71,11 +72,22 @@ def seconds(function: Callable[[], object], rounds: int = 3) -> float:
     return min(times[1:])
 
 
+def encoded(
+    encoder: VisionEncoder, patches: npt.NDArray[np.float32], grid: tuple[int, int], rows: npt.NDArray[np.int32]
+) -> jax.Array:
+    encoder.encode(patches, *grid, rows)
+    return encoder.features
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scale", type=int, default=8, choices=(1, 2, 4, 8, 16))
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     options = parser.parse_args()
+    if options.smoke:
+        options.scale = 16
+    sizes, side, rounds = (SIZES[:1], 256, 1) if options.smoke else (SIZES, PRODUCT, 3)
     config = scaled_config(options.scale)
     encoder = VisionEncoder(
         random_vision(config, options.precision),
@@ -84,25 +96,21 @@ def main() -> None:
         num_rows=most_features(config.vision),
     )
     encoder.warm_up()
-    square = jnp.asarray(np.random.default_rng(0).standard_normal((PRODUCT, PRODUCT), np.float32))
+    square = jnp.asarray(np.random.default_rng(0).standard_normal((side, side), np.float32))
     product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
-    rate = 2 * PRODUCT**3 / seconds(lambda: product(square, square))
+    rate = 2 * side**3 / seconds(lambda: product(square, square), rounds)
     print(
         f"{jax.devices()[0].device_kind}, tower / {options.scale}, {options.precision}; products {rate / 1e9:.0f} Gop/s"
     )
     print("tokens  patches  padded to     Gop  images/s  time / that of products")
     rng, processor = np.random.default_rng(0), ImageProcessor(config.vision)
-    for width, height in SIZES:
+    for width, height in sizes:
         layout = processor.layout(width, height)
         grid = layout.vit_height, layout.vit_width
         patches = rng.uniform(-1, 1, (grid[0] * grid[1], 3 * config.vision.patch_size**2)).astype(np.float32)
         rows = np.arange(layout.llm_height * layout.llm_width, dtype=np.int32)
-
-        def encode(patches=patches, grid=grid, rows=rows) -> jax.Array:
-            encoder.encode(patches, *grid, rows)
-            return encoder.features
-
-        taken, needed = seconds(encode), operations(layout, config)
+        encode = functools.partial(encoded, encoder, patches, grid, rows)
+        taken, needed = seconds(encode, rounds), operations(layout, config)
         padded = encoder.bucket(len(patches))
         print(f"{layout.tokens:6}  {len(patches):7}  {padded:9}  {needed / 1e9:6.1f}  {1 / taken:8.2f}", end="")
         print(f"  {taken / (needed / rate):23.2f}")

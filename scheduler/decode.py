@@ -1,95 +1,95 @@
-"""Where the rows of a decode step stand. The arrays are kept while the same sequences go on decoding."""
+"""Plans the decode step of an iteration: which sequences are its rows, their blocks, and the step itself.
 
-from dataclasses import dataclass
+**Rows.** A sequence decodes in every plan unless the tokens that are surely on their way already fill its limits (an
+EOS on its way cannot be known), or it waits for results in flight (`Sequence.waits_for_results`).
 
-import numpy as np
+**Blocks.** It needs blocks for its text, the most that the steps in flight may add, and the drafts. Where they are not
+free, younger sequences are preempted, or it is preempted itself.
+
+**Step.** `DecodeLayout` makes the arrays; `DraftPolicy` chooses how many drafts are verified.
+"""
 
 from .buckets import BucketTable
+from .decode_layout import DecodeLayout
 from .draft_policy import DraftPolicy
-from .plan import DecodeStep, Int32Array
+from .lifecycle import Lifecycle
+from .plan import DecodeStep, blocks_per_decode
+from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
 
-@dataclass(eq=False)
-class DecodeLayout:
-    """The rows of decode steps of the same sequences, in the same slots.
+class DecodePlanner:
+    """Makes the decode steps of one scheduler, in two halves: the prefill step is planned between them.
 
-    Attributes:
-        sequences: the rows.
-        index: sequence -> row.
-        dp_rank, row, slots, no_first_block, no_blocks: the arrays of a DecodeStep, the last two for a step that
-            needs no new block.
-        num_rows: the most rows of a dp rank.
-        width: the longest block table.
+    Arguments:
+        lifecycle: the sequences; the rows are in its `decoding` from `reserve` to `plan`.
+        buckets: the step programs.
+        prefix: says after which rows a snapshot is taken.
+        lookahead: most tokens that a step adds to a sequence, 1 + drafts.
     """
 
-    sequences: list[Sequence]
-    index: dict[Sequence, int]
-    dp_rank: Int32Array
-    row: Int32Array
-    slots: Int32Array
-    no_first_block: Int32Array
-    no_blocks: Int32Array
-    num_rows: int
-    width: int
+    def __init__(self, lifecycle: Lifecycle, buckets: BucketTable, prefix: PrefixCache, *, lookahead: int) -> None:
+        self._lifecycle = lifecycle
+        self._buckets = buckets
+        self._prefix = prefix
+        self._lookahead = lookahead
+        self._blocks_per_decode = blocks_per_decode(prefix.tokens_per_block, lookahead - 1)
+        self.reset()
 
-    @staticmethod
-    def of(sequences: list[Sequence], new_blocks: int) -> "DecodeLayout":
-        """Rows in the given order within each dp rank, at most `new_blocks` new blocks a step."""
-        dp_rank = np.asarray([s.dp_rank for s in sequences], np.int32)
-        row, num_rows = row_places(dp_rank)
-        layout = DecodeLayout(
-            sequences=sequences,
-            index={sequence: place for place, sequence in enumerate(sequences)},
-            dp_rank=dp_rank,
-            row=row,
-            slots=np.asarray([s.state_id for s in sequences], np.int32),
-            no_first_block=np.zeros(len(sequences), np.int32),
-            no_blocks=np.full((len(sequences), new_blocks), -1, np.int32),
-            num_rows=num_rows,
-            width=max((len(s.block_table) for s in sequences), default=0),
-        )
-        for array in (layout.dp_rank, layout.row, layout.slots, layout.no_first_block, layout.no_blocks):
-            array.flags.writeable = False  # plans share them
-        return layout
+    def reset(self) -> None:
+        """Forgets the rows of the last step."""
+        self._layout = DecodeLayout.of([], self._blocks_per_decode)
 
-    def step(
-        self,
-        buckets: BucketTable,
-        grown: dict[Sequence, int],
-        captures: tuple[int, ...],
-        verification: DraftPolicy | None,
-    ) -> DecodeStep:
-        """A step of these rows; `grown` gives the former length of each block table that became longer."""
-        first_new_block, new_blocks = self.no_first_block, self.no_blocks
-        if grown:
-            first_new_block, new_blocks = first_new_block.copy(), new_blocks.copy()
-            for sequence, first in grown.items():
-                place, added = self.index[sequence], sequence.block_table[first:]
-                first_new_block[place] = first
-                new_blocks[place, : len(added)] = added
-                self.width = max(self.width, len(sequence.block_table))
-        sizes, budget = buckets.decode_sizes(self.num_rows, self.width), None
-        bucket = sizes[-1]
-        if verification is not None:
-            bucket, budget = verification.choose(self.sequences, self.dp_rank, sizes)
-        return DecodeStep(
-            bucket=bucket,
-            sequences=self.sequences,
-            dp_rank=self.dp_rank,
-            row=self.row,
-            slots=self.slots,
-            first_new_block=first_new_block,
-            new_blocks=new_blocks,
-            captures=captures,
-            budget=budget,
-        )
+    def reserve(self) -> dict[Sequence, int]:
+        """Picks the decode rows and gives them their blocks, oldest first.
 
+        Returns the former lengths of the block tables that became longer.
+        """
+        residents, in_flight, lookahead = self._lifecycle.residents, self._lifecycle.in_flight, self._lookahead
+        self._lifecycle.decoding = [
+            sequence
+            for sequence in residents.running
+            if sequence.schedulable
+            and not (
+                sequence.waits_for_results
+                and (sequence.num_inflight_steps or in_flight.prefills(sequence))  # a chunk may sample nothing
+            )
+            and len(sequence.output_token_ids) + sequence.num_inflight_steps < sequence.output_limit
+        ]
+        tokens_per_block = self._prefix.tokens_per_block
+        short = [
+            sequence
+            for sequence in self._lifecycle.decoding
+            if sequence.num_tokens + lookahead > len(sequence.block_table) * tokens_per_block
+        ]
+        grown: dict[Sequence, int] = {}
+        for sequence in short:
+            if sequence.state_id < 0:  # an older one has preempted it
+                continue
+            num_blocks = len(sequence.block_table)
+            # Up to its last token and the drafts, after all that the steps in flight may add.
+            wanted = min(sequence.num_tokens + lookahead, sequence.max_cached_tokens)
+            if not self._lifecycle.reserve(sequence, wanted):
+                self._lifecycle.preempt(sequence)
+            elif len(sequence.block_table) > num_blocks:
+                grown[sequence] = num_blocks
+        return grown
 
-def row_places(dp_rank: Int32Array) -> tuple[Int32Array, int]:
-    """(int32 [n], the place of each row among those of its dp rank; the most rows of a dp rank)."""
-    row = np.zeros(len(dp_rank), np.int32)
-    counts = np.bincount(dp_rank) if len(dp_rank) else np.zeros(1, np.intp)
-    for index, count in enumerate(counts):
-        row[dp_rank == index] = np.arange(count, dtype=np.int32)
-    return row, int(counts.max())
+    def plan(self, grown: dict[Sequence, int], draft_policy: DraftPolicy | None) -> DecodeStep | None:
+        """The decode step of the rows that are left after preemption.
+
+        Arguments:
+            grown: what `reserve` returned.
+            draft_policy: chooses how many drafts the step verifies; None: all of them.
+        """
+        decoding, self._lifecycle.decoding = self._lifecycle.decoding, []
+        if decoding != self._layout.sequences:
+            self._layout = DecodeLayout.of(decoding, self._blocks_per_decode)
+        if not decoding:
+            return None
+        for sequence in decoding:
+            sequence.num_tokens += self._lookahead
+            sequence.num_inflight_steps += 1
+        grown = {s: first for s, first in grown.items() if s in self._layout.index}
+        captures = self._prefix.decode_captures(decoding)
+        return self._layout.step(self._buckets, grown, captures, draft_policy)

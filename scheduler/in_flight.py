@@ -11,6 +11,10 @@ class PlansInFlight:
     """Plans in the order of launch, each with the steps of it that are not committed."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all plans."""
         self._plans: list[list[PrefillStep | DecodeStep]] = []
 
     def check_room(self) -> None:

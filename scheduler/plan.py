@@ -27,6 +27,15 @@ def blocks_per_decode(tokens_per_block: int, num_drafts: int) -> int:
     return blocks_for(1 + num_drafts, tokens_per_block)
 
 
+def row_places(dp_rank: Int32Array) -> tuple[Int32Array, int]:
+    """(int32 [n], the place of each row among those of its dp rank; the most rows of a dp rank)."""
+    row = np.zeros(len(dp_rank), np.int32)
+    counts = np.bincount(dp_rank) if len(dp_rank) else np.zeros(1, np.intp)
+    for index, count in enumerate(counts):
+        row[dp_rank == index] = np.arange(count, dtype=np.int32)
+    return row, int(counts.max())
+
+
 @dataclass(frozen=True, eq=False)
 class Restore:
     """State that was computed before and is put back into a slot, which it fills whole: state, block table, length.

@@ -1,203 +1,134 @@
-"""Which chunks of which prompts the next prefill step computes, and in which program."""
+"""Plans the prefill step of an iteration: starts the sequences of the chosen chunks, gives each chunk its blocks.
 
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+Which chunks those are, `chunks.py` decides. A chunk that finds no blocks waits: a started prompt may preempt younger
+sequences for it, a new one never does.
+
+An imported sequence starts like any other, in the order of arrival, but its prompt is computed: it takes no row of the
+step, and decodes from the next plan on.
+"""
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from .buckets import BucketTable
-from .decode import row_places
-from .plan import Int32Array, PrefillStep, blocks_for
-from .prefix_cache import NO_HIT, Hit, PrefixCache
-from .sequence import Sequence
+from .chunks import Chunk, PrefillPolicy, Room
+from .lifecycle import Lifecycle
+from .plan import Int32Array, PrefillStep, Restore, blocks_for, row_places
+from .prefix_cache import PrefixCache
 
 
-class Chunk(NamedTuple):
-    """The next tokens of a sequence.
+class PrefillPlanner:
+    """Makes the prefill steps of one scheduler, and the restores of the sequences that start.
 
-    Attributes:
-        sequence: whose.
-        dp_rank: where it is, or is to start.
-        num_tokens: how many; 0: none, the sequence is to start with imported state.
-        end: how many tokens of the sequence have their state then.
-        is_first: the sequence is to start with it.
-        hit: the blocks from which it starts.
+    Arguments:
+        lifecycle: the sequences; its `decoding` are the decode rows of the same plan.
+        buckets: the step programs.
+        prefix: finds the state that sequences start from, and says after which rows a snapshot is taken.
+        policy: chooses the chunks.
+        max_num_seqs: most sequences that hold a slot, in all.
+        max_num_batched_tokens: most new tokens of a plan per dp rank.
+        tokens_per_decode: of these, what a decode row takes.
     """
 
-    sequence: Sequence
-    dp_rank: int
-    num_tokens: int
-    end: int
-    is_first: bool
-    hit: Hit = NO_HIT
-
-
-@dataclass
-class Room:
-    """What the prefill step may take, per dp rank.
-
-    Attributes:
-        tokens: new tokens.
-        blocks: free blocks; negative where started prompts ask for more than is free.
-        slots: free slots.
-        load: blocks in use, and blocks that started prompts will still take.
-        vacancies: how many more sequences may hold a slot, in all.
-    """
-
-    tokens: list[int]
-    blocks: list[int]
-    slots: list[int]
-    load: list[int]
-    vacancies: int
-
-    def copy(self) -> "Room":
-        return Room([*self.tokens], [*self.blocks], [*self.slots], [*self.load], self.vacancies)
-
-
-@dataclass(frozen=True)
-class PrefillPolicy:
-    """The rules by which chunks are chosen.
-
-    Attributes:
-        tokens_per_block: tokens that a block holds.
-        chunked_prefill: whether a prompt may be cut.
-        spare_tokens: how far beyond its text a preempted or imported sequence must have blocks before it starts.
-        for_snapshots: whether chunks end where a snapshot can be taken, if that costs little.
-    """
-
-    tokens_per_block: int
-    chunked_prefill: bool
-    spare_tokens: int
-    for_snapshots: bool
-
-    def choose(
+    def __init__(
         self,
-        shapes: Iterable[tuple[int, int]],
-        started: list[Sequence],
-        waiting: list[Sequence],
-        room: Room,
-        find: Callable[[Sequence, int], Hit],
-    ) -> tuple[tuple[int, int], list[Chunk]]:
-        """The (rows, time) of which the chunks fill the largest part; of equal ones that with more tokens.
+        lifecycle: Lifecycle,
+        buckets: BucketTable,
+        prefix: PrefixCache,
+        policy: PrefillPolicy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tokens_per_decode: int,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._buckets = buckets
+        self._prefix = prefix
+        self._policy = policy
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._tokens_per_decode = tokens_per_decode
 
-        Returns it and its chunks, those of started prompts first; no chunk if nothing can run. Which one it is delays
-        nobody for long: the first sequence that can run in a program is among its chunks.
+    def plan(self) -> tuple[PrefillStep | None, tuple[Restore, ...]]:
+        """The step, None where no chunk can run, and what is put back into slots before it."""
+        waiting, residents = self._lifecycle.waiting, self._lifecycle.residents
+        if not waiting and not residents.prefilling:
+            return None, ()
+        shape, chosen = self._policy.choose(
+            self._buckets.prefill_shapes,
+            residents.prefilling,
+            waiting,
+            self._room(),
+            lambda sequence, dp_rank: self._prefix.find(sequence, residents.blocks[dp_rank]),
+        )
+        for chunk in chosen:
+            # There are blocks for all that starts now, these included: so these are not among those handed out first.
+            residents.blocks[chunk.dp_rank].touch(chunk.hit.blocks)
+        chunks, first_new_blocks, restores = self._reserve(chosen)
+        if not chunks:
+            return None, restores
+        step = prefill_step(self._buckets, shape, chunks, first_new_blocks, self._prefix)
+        flags = zip(step.completes.tolist(), step.samples.tolist(), strict=True)
+        for chunk, (completes, samples) in zip(chunks, flags, strict=True):
+            chunk.sequence.num_tokens = chunk.end
+            chunk.sequence.num_inflight_steps += samples
+            if completes:
+                self._lifecycle.complete(chunk.sequence)
+        return step, restores
 
-        Arguments:
-            shapes: (rows, time) of the programs.
-            started, waiting: sequences in order of arrival.
-            room: what there is; not changed.
-            find: where a waiting sequence may start on a dp rank.
+    def _room(self) -> Room:
+        residents = self._lifecycle.residents
+        tokens = [self._max_num_batched_tokens] * len(residents.blocks)
+        for sequence in self._lifecycle.decoding:
+            tokens[sequence.dp_rank] -= self._tokens_per_decode
+        return Room(
+            tokens=tokens,
+            blocks=[pool.num_free for pool in residents.blocks],
+            slots=[pool.num_free for pool in residents.slots],
+            load=residents.load(),
+            vacancies=self._max_num_seqs - len(residents),
+        )
 
-        The chunks of sequences that start together never ask for more free blocks than there are, those that they
-        hit included.
+    def _reserve(self, chosen: list[Chunk]) -> tuple[list[Chunk], list[int], tuple[Restore, ...]]:
+        """Starts the sequences that are new and gives the chunks their blocks, in order.
+
+        Returns the chunks that have them, for each the former length of the block table, and the restores.
         """
-        find = functools.cache(find)
-        choices = [(shape, self._chunks(shape, started, waiting, room.copy(), find)) for shape in shapes]
-
-        def worth(choice: tuple[tuple[int, int], list[Chunk]]) -> tuple[float, int]:
-            (rows, time), chunks = choice
-            tokens = sum(chunk.num_tokens for chunk in chunks)
-            return tokens / (rows * time), tokens
-
-        return max(choices, key=worth)
-
-    def _chunks(
-        self,
-        shape: tuple[int, int],
-        started: list[Sequence],
-        waiting: list[Sequence],
-        room: Room,
-        find: Callable[[Sequence, int], Hit],
-    ) -> list[Chunk]:
-        rows, time = shape
-        rows_left = [rows] * len(room.slots)
+        num_preemptions = self._lifecycle.num_preemptions
         chunks: list[Chunk] = []
-
-        def count(sequence: Sequence, start: int, dp_rank: int, branch: int) -> int:
-            first = rows_left[dp_rank] == rows
-            num_tokens = self._count(sequence, start, time, room.tokens[dp_rank], first=first)
-            # The next one that shares just so much finds a snapshot at the branch.
-            return branch - start if self._ends_at(branch, start, num_tokens) else num_tokens
-
-        def first_chunk(sequence: Sequence, dp_rank: int) -> Chunk | None:
-            if sequence.imported is not None:
-                return Chunk(sequence, dp_rank, 0, sequence.imported.num_tokens, is_first=True)
-            if not rows_left[dp_rank]:
-                return None
-            hit = find(sequence, dp_rank)
-            start = len(hit.blocks) * self.tokens_per_block
-            num_tokens = count(sequence, start, dp_rank, hit.branch)
-            return Chunk(sequence, dp_rank, num_tokens, start + num_tokens, True, hit) if num_tokens else None
-
-        def take(chunk: Chunk) -> None:
-            sequence, dp_rank = chunk.sequence, chunk.dp_rank
-            rows_left[dp_rank] -= chunk.num_tokens > 0
-            room.tokens[dp_rank] -= chunk.num_tokens
-            held = len(sequence.block_table) + chunk.hit.num_held
-            room.blocks[dp_rank] -= blocks_for(chunk.end, self.tokens_per_block) - held
-            chunks.append(chunk)
-
-        for sequence in started:
-            dp_rank, start = sequence.dp_rank, sequence.num_tokens
-            if sequence.schedulable and rows_left[dp_rank]:
-                num_tokens = count(sequence, start, dp_rank, sequence.branch)
-                if num_tokens:
-                    take(Chunk(sequence, dp_rank, num_tokens, start + num_tokens, is_first=False))
-        for sequence in waiting:
-            if not sequence.schedulable:
+        first_new_blocks: list[int] = []
+        restores: list[Restore] = []
+        for chunk in chosen:
+            sequence = chunk.sequence
+            if chunk.is_first:
+                if self._lifecycle.num_preemptions > num_preemptions:
+                    break  # what was preempted just now waits in front of it
+                restores += self._start(chunk)
+            elif sequence.state_id < 0:  # an older one has preempted it
                 continue
-            if not room.vacancies:
-                break
-            options = [first_chunk(sequence, dp_rank) for dp_rank, slots in enumerate(room.slots) if slots]
-            fitting = [c for c in options if c and self._blocks_to_start(c) <= room.blocks[c.dp_rank]]
-            if not fitting:
-                break  # admission in order of arrival: nobody overtakes it
-            chunk = min(fitting, key=lambda c: (room.load[c.dp_rank] - len(c.hit.blocks), c.dp_rank))
-            take(chunk)
-            room.slots[chunk.dp_rank] -= 1
-            room.load[chunk.dp_rank] += blocks_for(len(sequence), self.tokens_per_block) - chunk.hit.num_held
-            room.vacancies -= 1
-        return chunks
+            first = len(sequence.block_table)
+            if chunk.num_tokens and self._lifecycle.reserve(sequence, chunk.end):
+                chunks.append(chunk)
+                first_new_blocks.append(first)
+        return chunks, first_new_blocks, tuple(restores)
 
-    def _count(self, sequence: Sequence, start: int, time: int, tokens: int, *, first: bool) -> int:
-        """How many tokens from `start` on may be computed in a program of `time`, 0 for none."""
-        remaining = sequence.prefill_len - start
-        if self.chunked_prefill:
-            return self._cut(start, max(0, min(remaining, time, tokens)), sequence.prefill_len)
-        # With its output a preempted sequence may be longer than any program, so it may be cut in any case.
-        if sequence.num_preemptions:
-            return max(0, min(remaining, time, tokens))
-        return remaining if remaining <= time and (first or remaining <= tokens) else 0
-
-    def _ends_at(self, branch: int, start: int, count: int) -> bool:
-        return self.for_snapshots and self.chunked_prefill and start < branch < start + count
-
-    def _cut(self, start: int, count: int, length: int) -> int:
-        """At most `count` of the tokens from `start` on, so that the chunk ends where a snapshot can be taken.
-
-        The last chunk of a text ends at the last block boundary before the end: the same text hits there, and every
-        text that goes on from it. An earlier chunk ends at a boundary if that leaves at least half of it.
-        """
-        if not self.for_snapshots:
-            return count
-        is_last = start + count == length
-        boundary = (start + count - is_last) // self.tokens_per_block * self.tokens_per_block
-        return boundary - start if boundary > start and (is_last or 2 * (boundary - start) >= count) else count
-
-    def _blocks_to_start(self, chunk: Chunk) -> int:
-        """Free blocks without which a waiting sequence does not start; what it hits and nobody holds counts as free.
-
-        A preempted one needs all for its text and as many as it may just have asked for in vain: it would otherwise
-        take back what it gave up and give way again. So does an imported one, which would have to be computed if it
-        gave way.
-        """
-        sequence, end = chunk.sequence, chunk.end
-        if sequence.num_preemptions or sequence.imported is not None:
-            end = min(len(sequence) + self.spare_tokens, sequence.max_cached_tokens)
-        return blocks_for(end, self.tokens_per_block) - chunk.hit.num_held
+    def _start(self, chunk: Chunk) -> list[Restore]:
+        """Gives a waiting sequence its slot, and the state that it starts with, if it does."""
+        sequence, imported, hit = chunk.sequence, chunk.sequence.imported, chunk.hit.blocks
+        sequence.branch = chunk.hit.branch
+        self._lifecycle.start(sequence, chunk.dp_rank, hit)
+        if imported is not None:
+            self._lifecycle.reserve(sequence, imported.num_tokens)
+            sequence.imported, sequence.num_tokens = None, imported.num_tokens
+            self._lifecycle.complete(sequence)
+            return [Restore(sequence, imported.num_tokens, imported.state, imported.blocks)]
+        if not hit:
+            return []
+        sequence.num_tokens = len(hit) * self._prefix.tokens_per_block
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_tokens
+        return [Restore(sequence, sequence.num_tokens, self._prefix.take(sequence, len(hit)))]
 
 
 def prefill_step(

@@ -1,4 +1,7 @@
-"""The sequences that hold a slot, and the pools from which they hold it."""
+"""Accounts of the sequences that hold a slot: which blocks and slots of which dp rank each one has.
+
+`lifecycle.py` decides who gets and loses them; a block is freed in `ResidentSequences.release` and nowhere else.
+"""
 
 from bisect import insort
 
@@ -8,7 +11,7 @@ from .sequence import Sequence
 
 
 class ResidentSequences:
-    """Block pools and slots of every dp rank, and who holds them.
+    """Block pools and slots of every dp rank, and the sequences that hold them.
 
     Arguments:
         data_parallel_size: dp ranks, each with its own pools.
@@ -23,11 +26,18 @@ class ResidentSequences:
     """
 
     def __init__(self, data_parallel_size: int, num_slots: int, num_blocks: int, tokens_per_block: int) -> None:
+        self._data_parallel_size = data_parallel_size
+        self._num_slots = num_slots
+        self._num_blocks = num_blocks
+        self._tokens_per_block = tokens_per_block
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all sequences; all pools are full."""
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.blocks = [BlockManager(num_blocks) for _ in range(data_parallel_size)]
-        self.slots = [BlockManager(num_slots) for _ in range(data_parallel_size)]
-        self._tokens_per_block = tokens_per_block
+        self.blocks = [BlockManager(self._num_blocks) for _ in range(self._data_parallel_size)]
+        self.slots = [BlockManager(self._num_slots) for _ in range(self._data_parallel_size)]
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.running)

@@ -116,7 +116,7 @@ class Sequence:
         num_cached_tokens: so many were, when it first started.
         branch: tokens whose blocks were cached when it started; a chunk of it ends there.
         rates: of the newest drafts whose step is committed, the chances that each and all before it are accepted; None:
-            there are none, or nobody asks (see verification.py).
+            there are none, or nobody asks (see draft_policy.py).
         imported: the state with which it starts, instead of computing its prompt; None once it has started.
         block_keys: the names of its first blocks, as far as anybody asked (see prefix.py).
         num_published: so many blocks of its table have been named, by it or by others.

@@ -19,7 +19,7 @@ from deepinfer_jax.engine.metrics.stats import EngineStats
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.request import mark_ready
 from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, output_without_token, token_outputs
-from deepinfer_jax.runtime.runner import StepResult
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 from deepinfer_jax.tokenization import ImagePrompt
 

@@ -17,8 +17,9 @@ from deepinfer_jax.engine.requests.columns import (
     sampling_columns,
     slot_places,
 )
-from deepinfer_jax.runtime.runner import InFlight, Runner
+from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.state_ops import PendingBytes
+from deepinfer_jax.runtime.step_result import InFlight
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for
 
 _POISON = 0xFF

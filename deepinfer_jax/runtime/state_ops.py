@@ -32,7 +32,7 @@ from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS, pack_rows, unpack
 from deepinfer_jax.runtime.step_sampling import next_drafts
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.sampling import MAX_EDITS, NO_OPTIONS, SamplerOptions
-from deepinfer_jax.scheduler.decode import row_places
+from deepinfer_jax.scheduler.plan import row_places
 
 StateOp = Literal["read_slots", "restore", "read_blocks", "write_blocks", "draft", "poison", "write_adjustments"]
 

@@ -91,7 +91,7 @@ def compile_vision_encode(
 ) -> Any:
     """The compiled `vision_encode`, which takes (vision, features, *inputs) and donates the features.
 
-    Engines of one process share programs, as those of `runner.compile_step`.
+    Engines of one process share programs, as those of `compiled_programs.compile_step`.
     """
     logger.info("compiling the vision program of %d patches", inputs.leaves[0].shape[0])
     encode = functools.partial(vision_encode, config, precision)

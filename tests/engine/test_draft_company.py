@@ -124,10 +124,10 @@ def test_an_engine_that_lost_a_step_gives_the_same_tokens_again() -> None:
         engine.add_request("u", f"lost{i}", params(i), prompt)
     engine.step()
     engine.step()
-    broken, engine._loop.runner._programs = engine._loop.runner._programs, {}
+    broken, engine._loop.runner._programs.steps = engine._loop.runner._programs.steps, {}
     with pytest.raises(RuntimeError, match="no decode program"):
         engine.step()
-    engine._loop.runner._programs = broken
+    engine._loop.runner._programs.steps = broken
     assert [outputs[-1].finish_reason for outputs in run(engine).values()] == ["abort"] * 3
     assert answers(engine) == EXPECTED
 

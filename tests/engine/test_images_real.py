@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
+from deepinfer_jax.scheduler.chunks import PrefillPolicy
 from tests.engine.test_golden import log_softmax
 from tests.support.drafting import drafts
 from tests.support.real_model import GOLDEN_A, long_golden_a, tokens_of
@@ -118,7 +119,7 @@ def png(image: np.ndarray, form: str = "PNG") -> bytes:
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_a_prompt_cut_anywhere_gives_the_same_tokens(llm: LLM, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the middle of its images too, which are encoded once."""
-    policy = type(llm.llm_engine._loop.scheduler._prefill_policy)
+    policy = PrefillPolicy
     whole = policy._count
     monkeypatch.setattr(policy, "_count", lambda *args, **kwargs: min(whole(*args, **kwargs), chunk))
     before = llm.llm_engine.stats()

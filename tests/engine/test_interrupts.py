@@ -20,7 +20,9 @@ _FILES = (
     "engine/requests/results.py",
     "engine/requests/request.py",
     "engine/core.py",
+    "runtime/device_state.py",
     "runtime/runner.py",
+    "runtime/step_result.py",
     "runtime/step_input.py",
 )
 _HANDING_OUT = "hand_out"

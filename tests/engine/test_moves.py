@@ -130,7 +130,14 @@ def test_all_programs_are_made_at_the_start() -> None:
     on = driven()
     assert on.runner.compile_count == 2
     always = ["write_adjustments"]
-    assert list(on.runner._moves) == ["read_slots", "restore", "read_blocks", "write_blocks", "poison", *always]
+    assert list(on.runner._programs.state_ops) == [
+        "read_slots",
+        "restore",
+        "read_blocks",
+        "write_blocks",
+        "poison",
+        *always,
+    ]
     engine = toy_engine(enable_prefix_caching=False)
     has = "write_adjustments"
     with pytest.raises(RuntimeError, match=f"no poison program was compiled; this runner has: {has}"):
@@ -148,7 +155,7 @@ def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:
         on.runner.write_masks(np.zeros(count, np.int32), slots[:count], masks)
         kept[0, slots[:count]] = masks
     np.testing.assert_array_equal(on.runner._state.table.adjustments.masks, kept)
-    donated = on.runner._write_masks.memory_analysis()
+    donated = on.runner._programs.write_masks.memory_analysis()
     assert donated.alias_size_in_bytes == kept.nbytes  # in place
 
 

@@ -10,7 +10,7 @@ from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, token_outputs
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from deepinfer_jax.runtime.runner import StepResult
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import Sequence, SequenceStatus
 
 EOS = 1

@@ -13,8 +13,9 @@ from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.runtime.paged_model import PagedModel
-from deepinfer_jax.runtime.runner import Runner, StepResult
+from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
 

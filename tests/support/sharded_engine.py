@@ -21,7 +21,7 @@ LENGTHS = [1, 2, 15, 16, 17, 33, 64, 100, 117, 5]
 
 def gathered_shapes(llm: LLM) -> list[str]:
     """Shapes of all arrays that the step programs collect from several devices."""
-    texts = [program.as_text() for program in llm.llm_engine._loop.runner._programs.values()]
+    texts = [program.as_text() for program in llm.llm_engine._loop.runner._programs.steps.values()]
     return sorted({shape for text in texts for shape in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", text)})
 
 

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     other.restore(moved, LENGTH, on.states(stayed))
     on.decode(stayed, 9)
     other.decode(moved, 9)
-    texts = [program.as_text() for program in other.runner._moves.values()]
+    texts = [program.as_text() for program in other.runner._programs.state_ops.values()]
     print(
         json.dumps(
             {

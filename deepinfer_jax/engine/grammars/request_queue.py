@@ -15,7 +15,8 @@ from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.grammars.constraint import Constraint
 from deepinfer_jax.engine.requests.columns import slot_places
 from deepinfer_jax.engine.requests.request import mark_ready
-from deepinfer_jax.runtime.runner import Runner, StepResult
+from deepinfer_jax.runtime.runner import Runner
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus, StepPlan
 from deepinfer_jax.structured import (
     GrammarError,

@@ -2,7 +2,7 @@
 
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.request import Request
-from deepinfer_jax.runtime.runner import StepResult
+from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence, SequenceStatus, confidences
 
 

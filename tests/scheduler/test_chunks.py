@@ -1,6 +1,6 @@
 """Corners of the choice of chunks that traffic reaches rarely."""
 
-from deepinfer_jax.scheduler.prefill import PrefillPolicy, Room
+from deepinfer_jax.scheduler.chunks import PrefillPolicy, Room
 from deepinfer_jax.scheduler.prefix_cache import NO_HIT
 from tests.support.scheduler_twin import make_sequence
 
