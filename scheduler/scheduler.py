@@ -67,79 +67,41 @@ class Scheduler:
     into a block that others may find.
 
     Arguments:
+        limits: sizes and rules.
         buckets: the step programs.
-        data_parallel_size: dp ranks.
-        max_num_seqs: most sequences that hold a slot, in all; each dp rank has ceil(max_num_seqs / size) slots.
-        max_model_len: longest prompt, and longest text that is computed on.
-        max_num_batched_tokens: most new tokens of a plan per dp rank, at least max_num_seqs × (1 + num_drafts).
-        num_blocks: size of each block pool.
-        tokens_per_block: tokens that a block holds.
-        num_drafts: drafts that a decode step verifies per sequence.
-        chunked_prefill: whether a prompt may be cut.
-        stop_preempted_request: whether preemption ends a request.
-        prefix_caching: whether sequences start from state that earlier ones left.
-        snapshot_budget: bytes of host memory for the slot states that this needs.
-        decodes: False: sequences whose prompt is computed are held, for `hand_over`.
         verification: chooses how many drafts a decode step verifies; None: all of them.
+
+    Raises ValueError for limits that some step of theirs has no program for.
     """
 
-    def __init__(
-        self,
-        *,
-        buckets: BucketTable,
-        data_parallel_size: int = 1,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        num_blocks: int,
-        tokens_per_block: int,
-        num_drafts: int = 0,
-        chunked_prefill: bool = True,
-        stop_preempted_request: bool = False,
-        prefix_caching: bool = False,
-        snapshot_budget: int = 0,
-        decodes: bool = True,
-        verification: DraftPolicy | None = None,
-    ) -> None:
+    def __init__(self, limits: Limits, buckets: BucketTable, verification: DraftPolicy | None = None) -> None:
+        check_sizes(buckets, limits)
         self.buckets = buckets
-        self.data_parallel_size = data_parallel_size
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_blocks = num_blocks
-        self.tokens_per_block = tokens_per_block
-        self.num_drafts = num_drafts
-        self.lookahead = 1 + num_drafts
-        self.chunked_prefill = chunked_prefill
-        self.stop_preempted_request = stop_preempted_request
-        self.decodes = decodes
         self.verification = verification
-        longest = max(time for _, time in buckets.prefill_shapes)
-        self.prompt_limit = max_model_len if chunked_prefill else min(max_model_len, longest)
-        num_slots = -(-max_num_seqs // data_parallel_size)
-        self._limits = Limits(max_model_len, self.prompt_limit, num_blocks, tokens_per_block, decodes)
-        check_sizes(
-            buckets,
-            self._limits,
-            max_num_seqs=max_num_seqs,
-            num_slots=num_slots,
-            lookahead=self.lookahead,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-
+        self.data_parallel_size = limits.data_parallel_size
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.num_blocks = limits.num_blocks
+        self.tokens_per_block = limits.tokens_per_block
+        self.num_drafts = limits.num_drafts
+        self.stop_preempted_request = limits.stop_preempted_request
+        self.decodes = limits.decodes
+        self.limits = limits
         self._prefix = PrefixCache(
-            tokens_per_block, enabled=prefix_caching, snapshot_budget=snapshot_budget, exact_decode=num_drafts == 0
+            limits.tokens_per_block,
+            enabled=limits.prefix_caching,
+            snapshot_budget=limits.snapshot_budget,
+            exact_decode=limits.num_drafts == 0,
         )
-        self._blocks_per_decode = blocks_per_decode(tokens_per_block, num_drafts)
+        self._blocks_per_decode = blocks_per_decode(limits.tokens_per_block, limits.num_drafts)
         self._prefill_policy = PrefillPolicy(
-            tokens_per_block=tokens_per_block,
-            chunked_prefill=chunked_prefill,
+            tokens_per_block=limits.tokens_per_block,
+            chunked_prefill=limits.chunked_prefill,
             # A decode step asks for blocks for the tokens in flight and its own.
-            spare_tokens=MAX_PLANS_IN_FLIGHT * self.lookahead if decodes else 0,
+            spare_tokens=MAX_PLANS_IN_FLIGHT * (1 + limits.num_drafts) if limits.decodes else 0,
             for_snapshots=self._prefix.captures,
         )
         self.num_preemptions = 0
-        self._num_slots = num_slots
         self._num_arrived = 0
         self._waiting: list[Sequence] = []  # in order of arrival; all others that are unfinished are holders
         self.reset()
@@ -153,7 +115,7 @@ class Scheduler:
         Returns the sequences that go on waiting.
         """
         self._residents = ResidentSequences(
-            self.data_parallel_size, self._num_slots, self.num_blocks, self.tokens_per_block
+            self.data_parallel_size, self.limits.num_slots, self.num_blocks, self.tokens_per_block
         )
         self._decoding: list[Sequence] = []  # the decode rows of the plan being made
         self._layout = DecodeLayout.of([], self._blocks_per_decode)
@@ -200,7 +162,7 @@ class Scheduler:
 
     def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool = False) -> str | None:
         """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
-        return self._limits.refusal(prompt_len, max_tokens, imported=imported)
+        return self.limits.refusal(prompt_len, max_tokens, imported=imported)
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queues a sequence. One that can never run (see `refusal`) finishes at once; the next plan reports it.
@@ -208,7 +170,7 @@ class Scheduler:
         Raises ValueError for an empty prompt, max_tokens below 1, limits of its own above the scheduler's, or
         imported state that is not of all its tokens but the last, or with which there is nothing to do.
         """
-        self._limits.check_sequence(sequence)
+        self.limits.check_sequence(sequence)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         if self.refusal(sequence.prompt_len, sequence.max_tokens, imported=sequence.imported is not None):
@@ -262,7 +224,7 @@ class Scheduler:
             raise ValueError(f"the step captures the state of {len(step.captures)} rows, got {len(states)} states")
         self._in_flight.land(step)
         is_finite = finite.tolist()
-        emitted, ended = commit_tokens(step, tokens, counts, is_finite, self.lookahead)
+        emitted, ended = commit_tokens(step, tokens, counts, is_finite, self.num_drafts)
         self._prefix.commit(step, is_finite, states, self._residents.blocks)
         for sequence in ended:
             self._release(sequence)
@@ -313,7 +275,7 @@ class Scheduler:
         """
         if not self.decodes:
             return {}
-        tokens_per_block, lookahead = self.tokens_per_block, self.lookahead
+        tokens_per_block, num_drafts = self.tokens_per_block, self.num_drafts
         self._decoding = [
             sequence
             for sequence in self._residents.running
@@ -324,14 +286,14 @@ class Scheduler:
             )
             and len(sequence.output_token_ids) + sequence.num_inflight_steps < sequence.output_limit
         ]
-        short = [s for s in self._decoding if s.num_tokens + lookahead > len(s.block_table) * tokens_per_block]
+        short = [s for s in self._decoding if s.num_tokens + 1 + num_drafts > len(s.block_table) * tokens_per_block]
         grown: dict[Sequence, int] = {}
         for sequence in short:
             if sequence.state_id < 0:  # it gave way to an older one
                 continue
             num_blocks = len(sequence.block_table)
             # Up to its last token and the drafts, after all that the steps in flight may add.
-            if not self._reserve(sequence, min(sequence.num_tokens + lookahead, sequence.max_cached_tokens)):
+            if not self._reserve(sequence, min(sequence.num_tokens + 1 + num_drafts, sequence.max_cached_tokens)):
                 self._preempt(sequence)
             elif len(sequence.block_table) > num_blocks:
                 grown[sequence] = num_blocks
@@ -345,7 +307,7 @@ class Scheduler:
         if not decoding:
             return None
         for sequence in decoding:
-            sequence.num_tokens += self.lookahead
+            sequence.num_tokens += 1 + self.num_drafts
             sequence.num_inflight_steps += 1
         grown = {s: first for s, first in grown.items() if s in self._layout.index}
         return self._layout.step(self.buckets, grown, self._prefix.decode_captures(decoding), self.verification)
@@ -417,7 +379,7 @@ class Scheduler:
     def _prefill_room(self) -> Room:
         tokens = [self.max_num_batched_tokens] * len(self._residents.blocks)
         for sequence in self._decoding:
-            tokens[sequence.dp_rank] -= self.lookahead
+            tokens[sequence.dp_rank] -= 1 + self.num_drafts
         return Room(
             tokens=tokens,
             blocks=[pool.num_free for pool in self._residents.blocks],
