@@ -99,7 +99,8 @@ def check_sizes(buckets: BucketTable, limits: Limits) -> None:
     longest = max(time for _, time in buckets.prefill_shapes)
     if not limits.chunked_prefill and limits.prompt_limit > longest:
         raise ValueError(
-            f"prompts of up to {limits.prompt_limit} tokens are not cut, and the longest prefill program takes {longest}"
+            f"prompts of up to {limits.prompt_limit} tokens are not cut, but the longest prefill program takes "
+            f"{longest}"
         )
     if not limits.decodes:
         return

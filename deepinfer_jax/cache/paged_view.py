@@ -115,7 +115,7 @@ class PagedView(NewRows):
         self._tables = tables
         self._slots = slots
         self._arith = policy
-        self._rollback = jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window
+        self._num_drafts = jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window
         self._owners = config.text.kv_source_layer_ids
         self._in_order = in_order
         self._entries = list(cache.entries)
@@ -189,7 +189,7 @@ class PagedView(NewRows):
         """
 
         def last_rows(ring: jax.Array) -> jax.Array:
-            places = positions_before(self.start, ring.shape[2] - self._rollback) % ring.shape[2]
+            places = positions_before(self.start, ring.shape[2] - self._num_drafts) % ring.shape[2]
             places = places.reshape(*self._slots.shape, -1)
             return read_pool(ring, self._slots[..., None], places).reshape(-1, places.shape[2], *ring.shape[3:])
 

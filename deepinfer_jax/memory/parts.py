@@ -3,11 +3,13 @@
 import functools
 import math
 from collections import Counter
-from typing import cast
+from typing import Any, NamedTuple, cast
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from deepinfer_jax.cache.paged import state_specs
+from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config.layer_plan import layer_plans
 from deepinfer_jax.config.model_config import ModelConfig
@@ -16,8 +18,8 @@ from deepinfer_jax.kernels.experts.reference import LARGEST_TILE
 from deepinfer_jax.kernels.sparse_attention.reference import TILE_ROWS
 from deepinfer_jax.model.indexer import PRODUCT_BYTES, SCORE_BYTES
 from deepinfer_jax.model.vision import SCORE_BYTES as VISION_SCORE_BYTES
+from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.vision_encoder import bucket_features, most_features, patch_buckets
-from deepinfer_jax.sampling import MAX_EDITS
 from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.weights.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.weights.sharding import DATA, EXPERT, param_sharding, placed_shape
@@ -88,23 +90,37 @@ def _spec_bytes(spec: ParamSpec, is_stored: bool, mesh: Mesh) -> int:
 
 
 def state_bytes(
-    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool, rollback: int
+    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool, num_drafts: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one block and of one slot, each by kind. rollback: tokens by which a sequence may be shortened.
+    """Bytes of one block and of one slot, each by kind.
 
     Raises ValueError as `cache.paged.state_specs`.
     """
     sizes: dict[str, Counter[str]] = {"block": Counter(), "slot": Counter()}
     for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
-        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(rollback)
+        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(num_drafts)
     return dict(sizes["block"]), dict(sizes["slot"])
 
 
-def slot_table_bytes(vocab_size: int, num_drafts: int) -> int:
-    """Of a slot without its drafts: length, limit, last token, top_k and six parameters of sampling, 4 bytes each, four
-    flags, a seed of 8; edits of 12 bytes each, a count of each id, and a mask of the ids for each row of a decode step.
-    """
-    return 10 * 4 + 4 + 8 + 12 * MAX_EDITS + 4 * vocab_size + (1 + num_drafts) * 4 * -(-vocab_size // 32)
+class SlotTableBytes(NamedTuple):
+    """Of one slot: of a number in its block table, of its drafts, and of all else."""
+
+    slot: int
+    block_number: int
+    drafts: int
+
+
+@functools.cache
+def slot_table_bytes(vocab_size: int, num_drafts: int) -> SlotTableBytes:
+    """Bytes of `init_slot_table`'s arrays."""
+    one = CacheShape(data=1, slots=1, blocks=1, tokens_per_block=1, num_drafts=num_drafts)
+    table = jax.eval_shape(lambda: init_slot_table(one, 1, vocab_size))
+    block_number, drafts = _nbytes(table.blocks), _nbytes(table.drafts)
+    return SlotTableBytes(_nbytes(table) - block_number - drafts, block_number, drafts)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temporary_bytes(

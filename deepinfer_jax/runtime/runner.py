@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from deepinfer_jax.cache.pools import CacheShape, block_bytes, init_pools, slot_bytes
 from deepinfer_jax.runtime.abstract_tree import AbstractTree, abstract_tree
+from deepinfer_jax.runtime.duties import RunnerDuties
 from deepinfer_jax.runtime.paged_model import StepModel
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.state_ops import (
@@ -179,11 +180,7 @@ class Runner:
         shape: sizes of the pools.
         table_width: blocks of the longest block table.
         mesh: what `params` are spread over; the data axis has `shape.data` devices.
-        kinds: of steps that will run.
-        moves_slots: whether `read_slots` and `restore` will run.
-        moves_blocks: whether `read_blocks` and `write_blocks` will run.
-        drafts: whether `draft` will run.
-        poisons: whether `poison` will run.
+        duties: what will run.
         options: what all rows are sampled by.
         features: image features [n, hidden] that every prefill step will take, or their description; None: none.
 
@@ -201,11 +198,7 @@ class Runner:
         shape: CacheShape,
         table_width: int,
         mesh: Mesh | None = None,
-        kinds: tuple[Kind, ...] = ("prefill", "decode"),
-        moves_slots: bool = False,
-        moves_blocks: bool = False,
-        drafts: bool = False,
-        poisons: bool = False,
+        duties: RunnerDuties = RunnerDuties(),  # noqa: B008  # frozen
         options: SamplerOptions = NO_OPTIONS,
         features: Array | jax.ShapeDtypeStruct | None = None,
     ) -> None:
@@ -218,19 +211,9 @@ class Runner:
         self._table_width = table_width
         self._mesh = mesh
         self._placement = over_data(mesh)
-        self._kinds = kinds
+        self._duties = duties
         self._options = options
         self._features = None if features is None else abstract_tree(features)
-        wanted: dict[StateOp, bool] = {
-            "read_slots": moves_slots,
-            "restore": moves_slots,
-            "read_blocks": moves_blocks,
-            "write_blocks": moves_blocks,
-            "draft": drafts,
-            "poison": poisons,
-            "write_adjustments": True,
-        }
-        self._wanted_moves = [move for move in wanted if wanted[move]]
         self._programs: dict[tuple[Kind, Bucket], Any] = {}
         self._moves: dict[StateOp, Any] = {}
         self._write_masks: Any = None  # compiled
@@ -246,7 +229,7 @@ class Runner:
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
         buckets = {"decode": self._buckets.decode, "prefill": self._buckets.prefill}
-        steps: list[tuple[Kind, Bucket]] = [(kind, bucket) for kind in self._kinds for bucket in buckets[kind]]
+        steps: list[tuple[Kind, Bucket]] = [(kind, bucket) for kind in self._duties.kinds for bucket in buckets[kind]]
         params, state = abstract_tree(self._params), abstract_tree(self._state)
 
         def compiled(kind: Kind, bucket: Bucket) -> Any:
@@ -273,10 +256,10 @@ class Runner:
         # The compiler leaves Python alone and is mostly one thread. Each program it works on takes memory.
         with ThreadPoolExecutor(min(_COMPILER_THREADS, os.cpu_count() or 1)) as pool:
             programs = pool.map(compiled, *zip(*steps, strict=True))
-            moves = pool.map(compiled_move, self._wanted_moves)
+            moves = pool.map(compiled_move, self._duties.state_ops)
             bar = tqdm(programs, desc="Compiling step programs", total=len(steps), disable=not progress, leave=False)
             self._programs = dict(zip(steps, bar, strict=True))
-            self._moves = dict(zip(self._wanted_moves, moves, strict=True))
+            self._moves = dict(zip(self._duties.state_ops, moves, strict=True))
 
     def time_decode(self, bucket: Bucket, *, runs: int = 5) -> float:
         """Milliseconds that a decode program takes with all its rows in use: the median of some runs, on random tokens.
@@ -351,7 +334,7 @@ class Runner:
     ) -> PendingBytes:
         """Launches the reading of n sequences' state as the last launched step leaves it; result [n, slot_bytes].
 
-        dp_rank, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.rollback` fewer than the
+        dp_rank, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.num_drafts` fewer than the
         last launched step may have computed. int32 [n].
         """
         where = places(dp_rank, SLOT_ROWS)
@@ -412,7 +395,7 @@ class Runner:
     ) -> None:
         """Launches the writing of the masks of n slots for the steps that follow.
 
-        dp_rank, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
+        dp_rank, slots: int32 [n]; masks: uint32 [n, 1 + num_drafts, words], see `Adjustments.masks`.
         """
         where, shape = places(dp_rank, MASK_ROWS), self._shape
         numbers, rows = (

@@ -80,7 +80,7 @@ def decode_step(
     """The next tokens of each row's sequence, on `step_input.pack_decode`."""
     cache, table = state
     column, new_blocks, forced = unpack(
-        packed, DECODE_COLUMNS, blocks_per_decode(shape.tokens_per_block, shape.rollback)
+        packed, DECODE_COLUMNS, blocks_per_decode(shape.tokens_per_block, shape.num_drafts)
     )
     slots = column["slot"]
     blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)

@@ -107,7 +107,7 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
     counts from the end of what prefill steps compute, after a preemption with output.
 
     Arguments:
-        keep_tokens: `EngineLimits.keep_tokens`.
+        keep_tokens: `EngineConfig.keep_tokens`.
     """
     params = [sequence.request.params for sequence in step.sequences]
     ends = (step.starts + step.num_new_tokens).tolist()
