@@ -5,7 +5,7 @@ plan = scheduler.schedule()                               # plain arrays: a pref
 scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
 """
 
-from .block_manager import Allocation, BlockManager
+from .block_manager import BlockManager
 from .buckets import Bucket, BucketTable, bucket_table
 from .draft_budget import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 from .draft_policy import DraftPolicy
@@ -17,7 +17,6 @@ from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, Sequence
 __all__ = [
     "FINISH_REASONS",
     "AcceptanceCounts",
-    "Allocation",
     "BlockManager",
     "Bucket",
     "BucketTable",

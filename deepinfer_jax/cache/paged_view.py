@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.cache.dense import (
-    DEAD,
     Groups,
     NewRows,
     OpenGroup,
@@ -30,6 +29,7 @@ from deepinfer_jax.kernels.formats import (
 )
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, PagedEntries
+from deepinfer_jax.tokenization.engram_hash import DEAD
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,7 +129,7 @@ def resolve_config(
         num_drafts=num_drafts,
         image_rows=image_rows,
         chunked_prefill=args.chunked_prefill,
-        zero_overhead_scheduling=_zero_overhead_scheduling(args.engine_type),
+        zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
         stop_preempted_request=args.stop_preempted_request,
         # Some text must be longer than a block, and states kept.
         prefix_caching=args.enable_prefix_caching
@@ -218,7 +218,7 @@ def _token_budget(args: EngineArgs, max_model_len: int, num_drafts: int) -> int:
     return args.max_num_batched_tokens
 
 
-def _zero_overhead_scheduling(engine_type: EngineType) -> bool:
+def zero_overhead_scheduling(engine_type: EngineType) -> bool:
     """DEEPINFER_ZERO_OVERHEAD_SCHEDULING, by default on for all but PROMPT engines (DB §1.8).
 
     DeepInfer writes the default into the environment, where it binds the next engine of the process (DB §1.2);
