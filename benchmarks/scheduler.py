@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.config import MOST_PROGRAMS
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
@@ -110,7 +111,7 @@ def instant_engine(num_drafts: int, caching: bool) -> LLMEngine:
             args, vocab_size=300, max_position_embeddings=8192, draft_block=num_drafts, most_prefill_tokens=2048
         )
         runner: Any = InstantRunner(config.num_slots)
-        return EngineParts(config, TokenParts(Tokenizer(), 299), ModelParts(config.buckets(12), runner))
+        return EngineParts(config, TokenParts(Tokenizer(), 299), ModelParts(config.buckets(MOST_PROGRAMS), runner))
 
     with mock.patch("deepinfer_jax.engine.llm_engine.load_parts", parts):
         return LLMEngine(args)

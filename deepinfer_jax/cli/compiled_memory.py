@@ -6,6 +6,7 @@ import jax
 
 from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.config import MOST_PROGRAMS
 from deepinfer_jax.engine.resolution import planned_engine
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory.plan import MemoryPlan
@@ -26,7 +27,7 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
     platform = jax.default_backend()
     planned = planned_engine(args, config, plan, platform=platform)
     # A small model's engine has fewer programs, but none that takes more tokens.
-    buckets = planned.buckets(12)
+    buckets = planned.buckets(MOST_PROGRAMS)
     kernels = KernelChoice.for_devices(jax.local_devices()[:1])
     model = PagedModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed")
 

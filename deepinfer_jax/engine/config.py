@@ -14,6 +14,9 @@ from deepinfer_jax.runtime.duties import RunnerDuties
 from deepinfer_jax.sampling import SamplerOptions
 from deepinfer_jax.scheduler import BucketTable, Limits, blocks_for, bucket_table, slots_for
 
+MOST_PROGRAMS = 12
+"""Step programs of an engine, unless compiling so many takes longer than they save."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTimesCache:

@@ -11,7 +11,7 @@ from deepinfer_jax.checkpoint.hf import load_params
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.config.model_config import ModelConfig, load_config
 from deepinfer_jax.engine.args import EngineArgs, EngineType
-from deepinfer_jax.engine.config import EngineConfig
+from deepinfer_jax.engine.config import MOST_PROGRAMS, EngineConfig
 from deepinfer_jax.engine.diagnosis import Diagnose, make_diagnosis
 from deepinfer_jax.engine.environ import enable_compilation_cache, warn_inapplicable
 from deepinfer_jax.engine.handover.sequence_state import StateIdentity, state_identity
@@ -19,7 +19,8 @@ from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.resolution import resolve_engine
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.memory.device import device_memory
-from deepinfer_jax.runtime.paged_model import PagedModel
+from deepinfer_jax.memory.parts import tree_bytes
+from deepinfer_jax.runtime.paged_model import PagedModel, StepModel
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder
 from deepinfer_jax.scheduler import BucketTable
@@ -29,7 +30,7 @@ from deepinfer_jax.weights.sharding import DATA, EXPERT
 
 # Compiling many step programs takes longer than a model below this size saves by them.
 _SMALL_MODEL_BYTES = 64 << 20
-_SMALL_MODEL_PROGRAMS, _PROGRAMS = 3, 12
+_SMALL_MODEL_PROGRAMS = 3
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def model_parts(args: EngineArgs, model: ModelConfig, config: EngineConfig, devi
     """Reads the parameters and makes what computes with them; nothing is compiled yet."""
     mesh = engine_mesh(args, devices)
     params = _params(args, model, mesh)
-    buckets = config.buckets(_SMALL_MODEL_PROGRAMS if _num_bytes(params) < _SMALL_MODEL_BYTES else _PROGRAMS)
+    buckets = config.buckets(_SMALL_MODEL_PROGRAMS if tree_bytes(params) < _SMALL_MODEL_BYTES else MOST_PROGRAMS)
     # XLA cannot spread a Pallas kernel over a mesh by itself; plain XLA it can.
     kernels = KernelChoice.for_devices(devices) if mesh is None else KernelChoice()
     kernels = dataclasses.replace(kernels, batch_invariant=config.batch_invariant)
@@ -137,8 +138,28 @@ def model_parts(args: EngineArgs, model: ModelConfig, config: EngineConfig, devi
     encoder = None
     if params.vision is not None:
         encoder = VisionEncoder(params.vision, model, precision=config.precision, num_rows=config.image_rows, mesh=mesh)
-    runner = Runner(
-        paged,
+    features = None if encoder is None else encoder.features
+    return ModelParts(
+        buckets,
+        engine_runner(config, paged, params, buckets, mesh, features),
+        identity=identity,
+        diagnose=make_diagnosis(params, model, config.precision, kernels),
+        key=repr((paged, config.cache_shape, [device.device_kind for device in devices])),
+        features=None if encoder is None else FeatureCache(encoder),
+    )
+
+
+def engine_runner(
+    config: EngineConfig,
+    model: StepModel,
+    params: Any,
+    buckets: BucketTable,
+    mesh: Mesh | None,
+    features: jax.Array | None = None,
+) -> Runner:
+    """A runner of the engine's sizes and duties; features: of images, as `Runner` says."""
+    return Runner(
+        model,
         params,
         buckets=buckets,
         shape=config.cache_shape,
@@ -146,15 +167,7 @@ def model_parts(args: EngineArgs, model: ModelConfig, config: EngineConfig, devi
         mesh=mesh,
         duties=config.runner_duties,
         options=config.sampler,
-        features=None if encoder is None else encoder.features,
-    )
-    return ModelParts(
-        buckets,
-        runner,
-        identity=identity,
-        diagnose=make_diagnosis(params, model, config.precision, kernels),
-        key=repr((paged, config.cache_shape, [device.device_kind for device in devices])),
-        features=None if encoder is None else FeatureCache(encoder),
+        features=features,
     )
 
 
@@ -186,7 +199,3 @@ def _params(args: EngineArgs, model: ModelConfig, mesh: Mesh | None) -> Params:
     if args.load_format == "dummy":
         return init_params(model, jax.random.key(args.seed), precision=args.precision)
     return load_params(args.model, model, precision=args.precision, mesh=mesh)
-
-
-def _num_bytes(params: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -115,11 +115,12 @@ def slot_table_bytes(vocab_size: int, num_drafts: int) -> SlotTableBytes:
     """Bytes of `init_slot_table`'s arrays."""
     one = CacheShape(data=1, slots=1, blocks=1, tokens_per_block=1, num_drafts=num_drafts)
     table = jax.eval_shape(lambda: init_slot_table(one, 1, vocab_size))
-    block_number, drafts = _nbytes(table.blocks), _nbytes(table.drafts)
-    return SlotTableBytes(_nbytes(table) - block_number - drafts, block_number, drafts)
+    block_number, drafts = tree_bytes(table.blocks), tree_bytes(table.drafts)
+    return SlotTableBytes(tree_bytes(table) - block_number - drafts, block_number, drafts)
 
 
-def _nbytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Of all arrays of a pytree, or of their descriptions."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

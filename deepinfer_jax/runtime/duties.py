@@ -44,3 +44,6 @@ class RunnerDuties:
             "write_adjustments": True,
         }
         return tuple(move for move in wanted if wanted[move])
+
+
+STEPS_ALONE = RunnerDuties()

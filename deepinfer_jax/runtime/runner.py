@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from deepinfer_jax.cache.pools import CacheShape, block_bytes, init_pools, slot_bytes
 from deepinfer_jax.runtime.abstract_tree import AbstractTree, abstract_tree
-from deepinfer_jax.runtime.duties import RunnerDuties
+from deepinfer_jax.runtime.duties import STEPS_ALONE, RunnerDuties
 from deepinfer_jax.runtime.paged_model import StepModel
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.runtime.state_ops import (
@@ -198,7 +198,7 @@ class Runner:
         shape: CacheShape,
         table_width: int,
         mesh: Mesh | None = None,
-        duties: RunnerDuties = RunnerDuties(),  # noqa: B008  # frozen
+        duties: RunnerDuties = STEPS_ALONE,
         options: SamplerOptions = NO_OPTIONS,
         features: Array | jax.ShapeDtypeStruct | None = None,
     ) -> None:

@@ -24,12 +24,11 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.handover.sequence_state import StateIdentity, state_layout
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts, engine_devices, engine_mesh
+from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts, engine_devices, engine_mesh, engine_runner
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.engine.resolution import resolve_config
 from deepinfer_jax.runtime.paged_model import Advanced, Drafted, Pick, StepBatch, StepModel
-from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.sampling import plain_rows, sample
 
 VOCAB = 64
@@ -237,16 +236,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
     buckets = config.buckets(3)
     mesh = engine_mesh(args, engine_devices(args))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    runner = Runner(
-        model,
-        jax.device_put(make_table(), everywhere),
-        buckets=buckets,
-        shape=config.cache_shape,
-        table_width=config.blocks_per_sequence,
-        mesh=mesh,
-        duties=config.runner_duties,
-        options=config.sampler,
-    )
+    runner = engine_runner(config, model, jax.device_put(make_table(), everywhere), buckets, mesh)
     declared = model.state(config.tokens_per_block)
     identity = StateIdentity("toy", "toy", "exact", config.tokens_per_block, state_layout(declared))
     return EngineParts(config, TokenParts(ToyTokenizer(), IMAGE), ModelParts(buckets, runner, identity, key="toy"))
