@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs
+from deepinfer_jax.engine.config import MOST_PROGRAMS
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import EngineParts, pool_blocks, step_buckets
+from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.engine.resolution import resolve_config
 from deepinfer_jax.runtime.step_input import pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep
@@ -103,13 +105,14 @@ def _result(rows: int, tokens: int) -> Done:
 
 def instant_engine(num_drafts: int, caching: bool) -> LLMEngine:
     """An engine that never waits for a device."""
-    args = EngineArgs(model="none", max_num_seqs=SEQUENCES, disable_log_stats=True)
+    args = EngineArgs(model="none", max_num_seqs=SEQUENCES, disable_log_stats=True, enable_prefix_caching=caching)
 
     def parts(args: EngineArgs) -> EngineParts:
-        limits = args.limits(8192, num_drafts=num_drafts)
-        buckets = step_buckets(limits, most_prefill_tokens=2048, max_programs=12)
-        runner: Any = InstantRunner(limits.seqs_per_index)
-        return EngineParts(Tokenizer(), 300, 299, limits, buckets, pool_blocks(limits, None), runner, caching)
+        config = resolve_config(
+            args, vocab_size=300, max_position_embeddings=8192, draft_block=num_drafts, most_prefill_tokens=2048
+        )
+        runner: Any = InstantRunner(config.num_slots)
+        return EngineParts(config, TokenParts(Tokenizer(), 299), ModelParts(config.buckets(MOST_PROGRAMS), runner))
 
     with mock.patch("deepinfer_jax.engine.llm_engine.load_parts", parts):
         return LLMEngine(args)

@@ -24,6 +24,7 @@ from deepinfer_jax import EngineArgs, EngineType, LLMEngine, ModelConfig, Sequen
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.config.model_config import Precision, parse_config
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.runtime.duties import RunnerDuties
 from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.step_input import RESTORE_COLUMNS
@@ -107,7 +108,8 @@ def snapshots(name: str, config: ModelConfig, precision: Precision, copies: int)
     model = PagedModel(config, precision, KernelChoice())
     shape = CacheShape(data=1, slots=4, blocks=4, tokens_per_block=128)
     # No step is run: state ops ask for no parameters.
-    runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, kinds=(), moves_slots=True)
+    duties = RunnerDuties(prefills=False, decodes=False, moves_slots=True)
+    runner = Runner(model, {}, buckets=BucketTable((), ()), shape=shape, table_width=4, duties=duties)
     runner.warm_up()
     zero = np.zeros(1, np.int32)
     columns = dict.fromkeys(RESTORE_COLUMNS, zero)  # what is sampled by does not matter here

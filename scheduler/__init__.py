@@ -5,10 +5,11 @@ plan = scheduler.schedule()                               # plain arrays: a pref
 scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
 """
 
-from .block_manager import Allocation, BlockManager
+from .block_manager import BlockManager
 from .buckets import Bucket, BucketTable, bucket_table
 from .draft_budget import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 from .draft_policy import DraftPolicy
+from .limits import Limits, slots_for
 from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
@@ -16,7 +17,6 @@ from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, Sequence
 __all__ = [
     "FINISH_REASONS",
     "AcceptanceCounts",
-    "Allocation",
     "BlockManager",
     "Bucket",
     "BucketTable",
@@ -24,6 +24,7 @@ __all__ = [
     "DraftPolicy",
     "ImageContent",
     "Imported",
+    "Limits",
     "PrefillStep",
     "Restore",
     "RowBudget",
@@ -37,4 +38,5 @@ __all__ = [
     "bucket_table",
     "choose_budget",
     "confidences",
+    "slots_for",
 ]

@@ -2,15 +2,6 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from enum import Enum
-
-
-class Allocation(Enum):
-    """Whether a number of blocks can be had: now, once others are free, or not even from an empty pool."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
 
 
 class BlockManager:
@@ -45,25 +36,13 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._blank) + len(self._cached)
 
-    @property
-    def usage(self) -> float:
-        """The fraction of the pool in use, 0 … 1."""
-        return (self.num_blocks - self.num_free) / self.num_blocks
-
     def num_references(self, block: int) -> int:
         return self._references[block]
-
-    def can_allocate(self, count: int) -> Allocation:
-        if count > self.num_blocks:
-            return Allocation.NEVER
-        return Allocation.OK if count <= self.num_free else Allocation.LATER
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, each with one reference. Raises RuntimeError if so many are not free."""
         if count > self.num_free:
-            raise RuntimeError(
-                f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free; ask can_allocate first"
-            )
+            raise RuntimeError(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
         blocks = []
         for _ in range(count):
             if self._blank:

@@ -118,11 +118,12 @@ def bucket_table(
     decode_programs = max_programs // len(widths) - len(shapes)  # of each width
     sizes = min(decode_sizes, decode_programs)
     rows = _ladder(max_num_seqs, decode_programs // sizes)
+    time = 1 + num_drafts
     decode = {
-        Bucket(count, 1 + num_drafts, width, packed)
+        Bucket(count, time, width, packed)
         for count in rows
         for width in widths
-        for packed in _packed_sizes(count, 1 + num_drafts, sizes)
+        for packed in _packed_sizes(count, time, sizes)
     }
     return BucketTable(
         decode=tuple(sorted(decode)),

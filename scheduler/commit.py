@@ -12,7 +12,7 @@ def commit_tokens(
     tokens: npt.NDArray[np.int32],
     counts: npt.NDArray[np.int32],
     finite: list[bool],
-    lookahead: int,
+    num_drafts: int,
 ) -> tuple[list[tuple[int, int]], list[Sequence]]:
     """Appends to each sequence what its row gave; arguments as in `Scheduler.update`.
 
@@ -25,7 +25,7 @@ def commit_tokens(
     if isinstance(step, PrefillStep):
         counts, most = step.samples.astype(np.int32), 1
     else:
-        most = lookahead
+        most = 1 + num_drafts
     emitted: list[tuple[int, int]] = []
     ended: list[Sequence] = []
     dropped, running = step.dropped, SequenceStatus.RUNNING

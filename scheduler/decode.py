@@ -25,15 +25,15 @@ class DecodePlanner:
         lifecycle: the sequences; the rows are in its `decoding` from `reserve` to `plan`.
         buckets: the step programs.
         prefix: says after which rows a snapshot is taken.
-        lookahead: most tokens that a step adds to a sequence, 1 + drafts.
+        num_drafts: drafts that a step verifies per sequence.
     """
 
-    def __init__(self, lifecycle: Lifecycle, buckets: BucketTable, prefix: PrefixCache, *, lookahead: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, buckets: BucketTable, prefix: PrefixCache, *, num_drafts: int) -> None:
         self._lifecycle = lifecycle
         self._buckets = buckets
         self._prefix = prefix
-        self._lookahead = lookahead
-        self._blocks_per_decode = blocks_per_decode(prefix.tokens_per_block, lookahead - 1)
+        self._num_drafts = num_drafts
+        self._blocks_per_decode = blocks_per_decode(prefix.tokens_per_block, num_drafts)
         self.reset()
 
     def reset(self) -> None:
@@ -45,7 +45,7 @@ class DecodePlanner:
 
         Returns the former lengths of the block tables that became longer.
         """
-        residents, in_flight, lookahead = self._lifecycle.residents, self._lifecycle.in_flight, self._lookahead
+        residents, in_flight, num_drafts = self._lifecycle.residents, self._lifecycle.in_flight, self._num_drafts
         self._lifecycle.decoding = [
             sequence
             for sequence in residents.running
@@ -60,7 +60,7 @@ class DecodePlanner:
         short = [
             sequence
             for sequence in self._lifecycle.decoding
-            if sequence.num_tokens + lookahead > len(sequence.block_table) * tokens_per_block
+            if sequence.num_tokens + 1 + num_drafts > len(sequence.block_table) * tokens_per_block
         ]
         grown: dict[Sequence, int] = {}
         for sequence in short:
@@ -68,7 +68,7 @@ class DecodePlanner:
                 continue
             num_blocks = len(sequence.block_table)
             # Up to its last token and the drafts, after all that the steps in flight may add.
-            wanted = min(sequence.num_tokens + lookahead, sequence.max_cached_tokens)
+            wanted = min(sequence.num_tokens + 1 + num_drafts, sequence.max_cached_tokens)
             if not self._lifecycle.reserve(sequence, wanted):
                 self._lifecycle.preempt(sequence)
             elif len(sequence.block_table) > num_blocks:
@@ -88,7 +88,7 @@ class DecodePlanner:
         if not decoding:
             return None
         for sequence in decoding:
-            sequence.num_tokens += self._lookahead
+            sequence.num_tokens += 1 + self._num_drafts
             sequence.num_inflight_steps += 1
         grown = {s: first for s, first in grown.items() if s in self._layout.index}
         captures = self._prefix.decode_captures(decoding)

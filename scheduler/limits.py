@@ -1,4 +1,4 @@
-"""What can run at all: sizes that fit together, and requests that fit into them."""
+"""The sizes of a scheduler, and what can run at all: sizes that fit together, and requests that fit into them."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,49 @@ from .plan import blocks_for
 from .sequence import Sequence
 
 
-@dataclass(frozen=True)
+def slots_for(max_num_seqs: int, data_parallel_size: int) -> int:
+    """Slots of each dp rank for so many sequences in all. Rounded up: max_num_seqs itself bounds how many run."""
+    return -(-max_num_seqs // data_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The sizes on which it depends whether a request can run.
+    """What a scheduler may use, and by which rules.
 
     Attributes:
+        data_parallel_size: dp ranks; each has its own blocks and slots.
+        max_num_seqs: most sequences that hold a slot, over all dp ranks.
         max_model_len: longest prompt, and longest text that is computed on.
-        prompt_limit: longest prompt that is computed here.
+        prompt_limit: longest prompt that is computed here: without chunked prefill what a prefill program takes.
+        max_num_batched_tokens: most new tokens of a plan per dp rank, at least max_num_seqs × (1 + num_drafts).
         num_blocks: size of each block pool.
         tokens_per_block: tokens that a block holds.
-        decodes: whether more than prompts is computed.
+        num_drafts: drafts that a decode step verifies per sequence.
+        chunked_prefill: whether a prompt may be cut.
+        stop_preempted_request: whether preemption ends a request.
+        prefix_caching: whether sequences start from state that earlier ones left.
+        snapshot_budget: bytes of host memory for the slot states that this needs.
+        decodes: False: sequences whose prompt is computed are held, for `Scheduler.hand_over`.
     """
 
+    data_parallel_size: int = 1
+    max_num_seqs: int
     max_model_len: int
     prompt_limit: int
+    max_num_batched_tokens: int
     num_blocks: int
     tokens_per_block: int
-    decodes: bool
+    num_drafts: int = 0
+    chunked_prefill: bool = True
+    stop_preempted_request: bool = False
+    prefix_caching: bool = False
+    snapshot_budget: int = 0
+    decodes: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each dp rank."""
+        return slots_for(self.max_num_seqs, self.data_parallel_size)
 
     def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool) -> str | None:
         """See `Scheduler.refusal`."""
@@ -65,26 +91,25 @@ class Limits:
             )
 
 
-def check_sizes(
-    buckets: BucketTable,
-    limits: Limits,
-    *,
-    max_num_seqs: int,
-    num_slots: int,
-    lookahead: int,
-    max_num_batched_tokens: int,
-) -> None:
-    """Raises ValueError unless some program serves every step; `num_slots` is of a dp rank."""
+def check_sizes(buckets: BucketTable, limits: Limits) -> None:
+    """Raises ValueError unless some program serves every step."""
     max_blocks = blocks_for(limits.max_model_len, limits.tokens_per_block)
     for shape in buckets.prefill_shapes:
         buckets.choose_prefill(shape, max_blocks)
+    longest = max(time for _, time in buckets.prefill_shapes)
+    if not limits.chunked_prefill and limits.prompt_limit > longest:
+        raise ValueError(
+            f"prompts of up to {limits.prompt_limit} tokens are not cut, but the longest prefill program takes "
+            f"{longest}"
+        )
     if not limits.decodes:
         return
-    buckets.choose_decode(num_slots, max_blocks)
-    if any(bucket.time != lookahead for bucket in buckets.decode):
-        raise ValueError(f"a decode program must take {lookahead} tokens per row, got {buckets.decode}")
-    if max_num_batched_tokens < max_num_seqs * lookahead:
+    buckets.choose_decode(limits.num_slots, max_blocks)
+    time = 1 + limits.num_drafts
+    if any(bucket.time != time for bucket in buckets.decode):
+        raise ValueError(f"a decode program must take {time} tokens per row, got {buckets.decode}")
+    if limits.max_num_batched_tokens < limits.max_num_seqs * time:
         raise ValueError(
-            f"max_num_batched_tokens {max_num_batched_tokens} must be at least max_num_seqs × (1 + drafts) = "
-            f"{max_num_seqs} × {lookahead} = {max_num_seqs * lookahead}"
+            f"max_num_batched_tokens {limits.max_num_batched_tokens} must be at least max_num_seqs × (1 + drafts) = "
+            f"{limits.max_num_seqs} × {time} = {limits.max_num_seqs * time}"
         )

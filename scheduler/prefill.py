@@ -28,7 +28,7 @@ class PrefillPlanner:
         policy: chooses the chunks.
         max_num_seqs: most sequences that hold a slot, in all.
         max_num_batched_tokens: most new tokens of a plan per dp rank.
-        tokens_per_decode: of these, what a decode row takes.
+        num_drafts: drafts that a decode row verifies.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PrefillPlanner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        tokens_per_decode: int,
+        num_drafts: int,
     ) -> None:
         self._lifecycle = lifecycle
         self._buckets = buckets
@@ -48,7 +48,7 @@ class PrefillPlanner:
         self._policy = policy
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._tokens_per_decode = tokens_per_decode
+        self._num_drafts = num_drafts
 
     def plan(self) -> tuple[PrefillStep | None, tuple[Restore, ...]]:
         """The step, None where no chunk can run, and what is put back into slots before it."""
@@ -81,7 +81,7 @@ class PrefillPlanner:
         residents = self._lifecycle.residents
         tokens = [self._max_num_batched_tokens] * len(residents.blocks)
         for sequence in self._lifecycle.decoding:
-            tokens[sequence.dp_rank] -= self._tokens_per_decode
+            tokens[sequence.dp_rank] -= 1 + self._num_drafts
         return Room(
             tokens=tokens,
             blocks=[pool.num_free for pool in residents.blocks],

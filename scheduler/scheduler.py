@@ -46,93 +46,52 @@ class Scheduler:
     for hand-over: it keeps what it holds, younger ones pass it, and whoever does so sees to it that it ends.
 
     Arguments:
+        limits: sizes and rules.
         buckets: the step programs.
-        data_parallel_size: dp ranks.
-        max_num_seqs: most sequences that hold a slot, in all; each dp rank has ceil(max_num_seqs / size) slots.
-        max_model_len: longest prompt, and longest text that is computed on.
-        max_num_batched_tokens: most new tokens of a plan per dp rank, at least max_num_seqs × (1 + num_drafts).
-        num_blocks: size of each block pool.
-        tokens_per_block: tokens that a block holds.
-        num_drafts: drafts that a decode step verifies per sequence.
-        chunked_prefill: whether a prompt may be cut.
-        stop_preempted_request: whether preemption ends a request.
-        prefix_caching: whether sequences start from state that earlier ones left.
-        snapshot_budget: bytes of host memory for the slot states that this needs.
-        decodes: False: sequences whose prompt is computed are held, for `hand_over`.
         verification: chooses how many drafts a decode step verifies; None: all of them.
+
+    Raises ValueError for limits that some step of theirs has no program for.
     """
 
-    def __init__(
-        self,
-        *,
-        buckets: BucketTable,
-        data_parallel_size: int = 1,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        num_blocks: int,
-        tokens_per_block: int,
-        num_drafts: int = 0,
-        chunked_prefill: bool = True,
-        stop_preempted_request: bool = False,
-        prefix_caching: bool = False,
-        snapshot_budget: int = 0,
-        decodes: bool = True,
-        verification: DraftPolicy | None = None,
-    ) -> None:
+    def __init__(self, limits: Limits, buckets: BucketTable, verification: DraftPolicy | None = None) -> None:
+        check_sizes(buckets, limits)
         self.buckets = buckets
-        self.data_parallel_size = data_parallel_size
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_blocks = num_blocks
-        self.tokens_per_block = tokens_per_block
-        self.num_drafts = num_drafts
-        self.lookahead = 1 + num_drafts
-        self.chunked_prefill = chunked_prefill
-        self.stop_preempted_request = stop_preempted_request
-        self.decodes = decodes
         self.verification = verification
-        longest = max(time for _, time in buckets.prefill_shapes)
-        self.prompt_limit = max_model_len if chunked_prefill else min(max_model_len, longest)
-        num_slots = -(-max_num_seqs // data_parallel_size)
-        self._limits = Limits(max_model_len, self.prompt_limit, num_blocks, tokens_per_block, decodes)
-        check_sizes(
-            buckets,
-            self._limits,
-            max_num_seqs=max_num_seqs,
-            num_slots=num_slots,
-            lookahead=self.lookahead,
-            max_num_batched_tokens=max_num_batched_tokens,
+        self.limits = limits
+        self.data_parallel_size = limits.data_parallel_size
+        self.decodes = limits.decodes
+        self._residents = ResidentSequences(
+            limits.data_parallel_size, limits.num_slots, limits.num_blocks, limits.tokens_per_block
         )
-
-        self._residents = ResidentSequences(data_parallel_size, num_slots, num_blocks, tokens_per_block)
         self._in_flight = PlansInFlight()
         self._lifecycle = Lifecycle(
             self._residents,
             self._in_flight,
-            preempt_running=decodes,
-            stop_preempted_request=stop_preempted_request,
+            preempt_running=limits.decodes,
+            stop_preempted_request=limits.stop_preempted_request,
         )
         self._prefix = PrefixCache(
-            tokens_per_block, enabled=prefix_caching, snapshot_budget=snapshot_budget, exact_decode=num_drafts == 0
+            limits.tokens_per_block,
+            enabled=limits.prefix_caching,
+            snapshot_budget=limits.snapshot_budget,
+            exact_decode=limits.num_drafts == 0,
         )
         self._prefill = PrefillPlanner(
             self._lifecycle,
             buckets,
             self._prefix,
             PrefillPolicy(
-                tokens_per_block=tokens_per_block,
-                chunked_prefill=chunked_prefill,
+                tokens_per_block=limits.tokens_per_block,
+                chunked_prefill=limits.chunked_prefill,
                 # A decode step asks for blocks for the tokens in flight and its own.
-                spare_tokens=MAX_PLANS_IN_FLIGHT * self.lookahead if decodes else 0,
+                spare_tokens=MAX_PLANS_IN_FLIGHT * (1 + limits.num_drafts) if limits.decodes else 0,
                 for_snapshots=self._prefix.captures,
             ),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            tokens_per_decode=self.lookahead,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_drafts=limits.num_drafts,
         )
-        self._decode = DecodePlanner(self._lifecycle, buckets, self._prefix, lookahead=self.lookahead)
+        self._decode = DecodePlanner(self._lifecycle, buckets, self._prefix, num_drafts=limits.num_drafts)
 
     def reset(self) -> frozenset[Sequence]:
         """Forgets every plan, all cached state, and every sequence but those that wait for a slot; all pools are full.
@@ -190,7 +149,7 @@ class Scheduler:
 
     def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool = False) -> str | None:
         """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
-        return self._limits.refusal(prompt_len, max_tokens, imported=imported)
+        return self.limits.refusal(prompt_len, max_tokens, imported=imported)
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queues a sequence. One that can never run (see `refusal`) finishes at once; the next plan reports it.
@@ -198,7 +157,7 @@ class Scheduler:
         Raises ValueError for an empty prompt, max_tokens below 1, limits of its own above the scheduler's, or
         imported state that is not of all its tokens but the last, or with which there is nothing to do.
         """
-        self._limits.check_sequence(sequence)
+        self.limits.check_sequence(sequence)
         refusal = self.refusal(sequence.prompt_len, sequence.max_tokens, imported=sequence.imported is not None)
         self._lifecycle.add(sequence, refused=refusal is not None)
 
@@ -248,7 +207,7 @@ class Scheduler:
             raise ValueError(f"the step captures the state of {len(step.captures)} rows, got {len(states)} states")
         self._in_flight.land(step)
         is_finite = finite.tolist()
-        emitted, ended = commit_tokens(step, tokens, counts, is_finite, self.lookahead)
+        emitted, ended = commit_tokens(step, tokens, counts, is_finite, self.limits.num_drafts)
         self._prefix.commit(step, is_finite, states, self._residents.blocks)
         for sequence in ended:
             self._lifecycle.release(sequence)

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax import memory
 from deepinfer_jax.cache.paged import paged_state
 from deepinfer_jax.cache.pools import CacheShape, init_pools
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import PRECISIONS, ModelConfig, load_config, parse_config
+from deepinfer_jax.memory import device
+from deepinfer_jax.memory.demand import MemoryDemand
+from deepinfer_jax.memory.device import device_memory
 from deepinfer_jax.memory.parts import checkpoint_bytes, temporary_bytes, weight_bytes
-from deepinfer_jax.memory.plan import device_memory, format_bytes, plan_memory
+from deepinfer_jax.memory.plan import MemoryPlan, plan_memory
+from deepinfer_jax.memory.units import format_bytes
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.weights.layout import released_tensors
 
@@ -27,6 +30,10 @@ RELEASED = parse_config(json.loads((TESTS / "configs" / "released.json").read_te
 TINY_CONFIG = parse_config(TINY)
 STATE = ("compressed KV", "index keys", "window rings", "open groups", "n-gram tails", "draft window rings")
 WEIGHTS = ("text weights", "routed experts", "Engram tables", "draft weights", "vision weights")
+
+
+def planned(model: ModelConfig, **demand: Any) -> MemoryPlan:
+    return plan_memory(MemoryDemand(model, **demand))
 
 
 def test_the_checkpoint_s_bytes_are_those_of_its_tensors_without_headers() -> None:
@@ -67,11 +74,11 @@ def test_experts_that_do_not_divide_are_filled_up() -> None:
 
 def test_a_mesh_that_cannot_share_the_vocabulary_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"embed\.weight: axis 0 \(vocab\) has 129280 entries .* 3 devices"):
-        plan_memory(RELEASED, expert_parallel_size=3)
+        planned(RELEASED, expert_parallel_size=3)
 
 
 def test_released_state_is_890_bytes_per_token_and_528_per_window_row() -> None:
-    plan = plan_memory(RELEASED, max_num_seqs=1, num_blocks=10, max_model_len=1024)
+    plan = planned(RELEASED, max_num_seqs=1, num_blocks=10, max_model_len=1024)
     # Entry and index key take 288 + 68 bytes; the sources are three of ratio 2 and one of ratio 1.
     assert plan.bytes_per_token == (288 + 68) * (3 / 2 + 1) == 890
     assert plan.bytes_per_block == 128 * 890
@@ -93,20 +100,20 @@ def test_released_state_is_890_bytes_per_token_and_528_per_window_row() -> None:
     [("bf16", True, 890), ("reference", False, 2.5 * 640 * 2), ("float32", True, 890), ("float32_exact", True, 6400)],
 )
 def test_unpacked_state_takes_the_type_of_the_arithmetic(precision: str, packed: bool, per_token: float) -> None:
-    plan = plan_memory(RELEASED, precision=precision, packed=packed, num_blocks=1)
+    plan = planned(RELEASED, precision=precision, packed=packed, num_blocks=1)
     assert plan.bytes_per_token == per_token
 
 
 def test_drafts_keep_their_distributions() -> None:
-    plan = plan_memory(RELEASED, num_drafts=5, max_num_seqs=32, num_blocks=1)
+    plan = planned(RELEASED, num_drafts=5, max_num_seqs=32, num_blocks=1)
     assert plan.parts["draft log-probabilities"] == 32 * 5 * (129_280 + 2) * 4
-    assert plan_memory(RELEASED, num_blocks=1).parts["draft log-probabilities"] == 0
+    assert planned(RELEASED, num_blocks=1).parts["draft log-probabilities"] == 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_plan_counts_the_bytes_of_the_arrays_themselves(precision: Any) -> None:
-    shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4, rollback=2)
-    plan = plan_memory(
+    shape = CacheShape(data=1, slots=3, blocks=7, tokens_per_block=4, num_drafts=2)
+    plan = planned(
         TINY_CONFIG,
         precision=precision,
         platform="cpu",
@@ -133,8 +140,8 @@ def _nbytes(tree: Any) -> int:
 
 
 def test_each_data_index_has_its_share_of_sequences_and_its_own_blocks() -> None:
-    one = plan_memory(RELEASED, expert_parallel_size=8, memory=141 * GB, max_num_seqs=9, max_model_len=8192)
-    two = plan_memory(
+    one = planned(RELEASED, expert_parallel_size=8, memory=141 * GB, max_num_seqs=9, max_model_len=8192)
+    two = planned(
         RELEASED, data_parallel_size=2, expert_parallel_size=8, memory=141 * GB, max_num_seqs=9, max_model_len=8192
     )
     assert (one.num_slots, two.num_slots) == (9, 5)
@@ -157,20 +164,20 @@ sizes = st.fixed_dictionaries(
 
 def test_image_features_take_what_is_asked_for_and_at_least_what_a_step_may_need() -> None:
     row = 5120 * 2
-    plan = plan_memory(RELEASED, num_blocks=1, image_cache_bytes=256 << 20)
+    plan = planned(RELEASED, num_blocks=1, image_cache_bytes=256 << 20)
     assert plan.image_rows == (256 << 20) // row and plan.parts["image features"] == plan.image_rows * row
     # Two dp ranks, each with 2048 tokens in 8 chunks, whose ends cut images of up to 1021 features.
-    least = plan_memory(RELEASED, num_blocks=1, data_parallel_size=2, max_num_seqs=16)
+    least = planned(RELEASED, num_blocks=1, data_parallel_size=2, max_num_seqs=16)
     assert least.image_rows == 2 * (2048 + 2 * 8 * 1021)
-    assert plan_memory(RELEASED, precision="float32", num_blocks=1).parts["image features"] == 18_384 * 5120 * 4
+    assert planned(RELEASED, precision="float32", num_blocks=1).parts["image features"] == 18_384 * 5120 * 4
     text = load_config(TESTS / "golden" / "B_s15")
-    blind = plan_memory(text, num_blocks=1, image_cache_bytes=256 << 20)
+    blind = planned(text, num_blocks=1, image_cache_bytes=256 << 20)
     assert blind.image_rows == blind.parts["image features"] == 0
 
 
 @given(sizes)
 def test_a_plan_fits_exactly_when_it_names_no_problem(arguments: dict[str, Any]) -> None:
-    plan = plan_memory(TINY_CONFIG, **arguments)
+    plan = planned(TINY_CONFIG, **arguments)
     needed = -(-plan.max_model_len // plan.tokens_per_block)
     assert plan.budget is not None
     assert (plan.problem == "") == (plan.total <= plan.budget and plan.num_blocks >= needed)
@@ -186,55 +193,55 @@ def test_a_plan_fits_exactly_when_it_names_no_problem(arguments: dict[str, Any])
 def test_the_default_length_is_the_longest_of_which_one_sequence_fits(arguments: dict[str, Any], blocks: int) -> None:
     size = arguments["tokens_per_block"]
     length = min(blocks * size, TINY_CONFIG.text.max_position_embeddings)
-    tight = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": length, "num_blocks": -(-length // size)})
-    plan = plan_memory(TINY_CONFIG, **arguments | {"max_model_len": None, "memory": tight.total, "utilization": 1.0})
+    tight = planned(TINY_CONFIG, **arguments | {"max_model_len": length, "num_blocks": -(-length // size)})
+    plan = planned(TINY_CONFIG, **arguments | {"max_model_len": None, "memory": tight.total, "utilization": 1.0})
     assert (plan.max_model_len, plan.problem, plan.concurrency(length)) == (length, "", tight.data_parallel_size)
 
 
 def test_without_a_limit_every_sequence_can_have_the_whole_length() -> None:
-    plan = plan_memory(TINY_CONFIG, max_num_seqs=5)
+    plan = planned(TINY_CONFIG, max_num_seqs=5)
     assert plan.max_model_len == TINY_CONFIG.text.max_position_embeddings
     assert plan.table()[-1] == (plan.max_model_len, 5)
     assert plan.problem == ""
 
 
 def test_too_few_devices_are_told_the_least_number_that_suffices() -> None:
-    plan = plan_memory(RELEASED, memory=141 * GB)
+    plan = planned(RELEASED, memory=141 * GB)
     assert plan.problem.startswith(
         "the weights take 510 GB on each of 1 device(s), but each has 127 GB (0.9 of 141 GB)"
     )
     enough = [
         count
         for count in (2, 4, 5, 8)  # those that share the vocabulary
-        if not plan_memory(RELEASED, memory=141 * GB, expert_parallel_size=count).problem
+        if not planned(RELEASED, memory=141 * GB, expert_parallel_size=count).problem
     ]
     assert plan.problem.endswith(f"; {enough[0]} devices can (data 1 x expert {enough[0]})")
 
 
 def test_weights_that_every_device_holds_cannot_be_helped_by_more_devices() -> None:
-    plan = plan_memory(RELEASED, memory=8 * GB)
+    plan = planned(RELEASED, memory=8 * GB)
     assert "no number of devices can" in plan.problem
 
 
 def test_a_pool_that_is_too_small_for_one_sequence_says_the_arithmetic() -> None:
-    plan = plan_memory(RELEASED, num_blocks=7, max_model_len=1000)
+    plan = planned(RELEASED, num_blocks=7, max_model_len=1000)
     assert plan.problem.startswith(
         "a sequence of 1000 tokens needs 8 blocks of 128 tokens, but the pool has 7: at most 896 tokens"
     )
-    assert plan_memory(RELEASED, num_blocks=7).max_model_len == 896
+    assert planned(RELEASED, num_blocks=7).max_model_len == 896
 
 
 def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
     sizes: dict[str, Any] = {"memory": 141 * GB, "expert_parallel_size": 8, "max_model_len": 1_000_000}
-    problem = plan_memory(RELEASED, num_blocks=10**9, **sizes).problem
+    problem = planned(RELEASED, num_blocks=10**9, **sizes).problem
     assert problem.startswith("with a pool of 1000000000 blocks of 128 tokens each device holds 114 TB, but has 127 GB")
     fitting = int(problem.split("lower num_kv_blocks to ")[1].split()[0])
-    assert plan_memory(RELEASED, num_blocks=fitting, **sizes).problem == ""
-    assert plan_memory(RELEASED, num_blocks=fitting + 1, **sizes).problem != ""
+    assert planned(RELEASED, num_blocks=fitting, **sizes).problem == ""
+    assert planned(RELEASED, num_blocks=fitting + 1, **sizes).problem != ""
 
 
 def test_context_that_does_not_fit_is_a_problem_with_the_numbers() -> None:
-    plan = plan_memory(RELEASED, memory=70 * GB, expert_parallel_size=10, max_model_len=1_000_000)
+    plan = planned(RELEASED, memory=70 * GB, expert_parallel_size=10, max_model_len=1_000_000)
     assert "one sequence of 1000000 tokens take" in plan.problem
     assert plan.problem.count("GB") == 3
 
@@ -245,7 +252,7 @@ def test_context_that_does_not_fit_is_a_problem_with_the_numbers() -> None:
 )
 def test_a_number_that_cannot_be_is_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} is {value}; it must be"):
-        plan_memory(TINY_CONFIG, **{name: value})
+        planned(TINY_CONFIG, **{name: value})
 
 
 def test_temporaries_grow_with_every_size() -> None:
@@ -283,7 +290,7 @@ def test_a_device_s_memory_is_what_its_allocator_has_left() -> None:
 def test_virtual_devices_share_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = jax.devices("cpu")[0]
     limit, usage = tmp_path / "limit", tmp_path / "usage"
-    monkeypatch.setattr(memory, "_CGROUP_FILES", ((limit, usage),))
+    monkeypatch.setattr(device, "_CGROUP_FILES", ((limit, usage),))
     whole = device_memory(cpu)  # no such files
     assert whole > 10**8
     limit.write_text("1000000\n")

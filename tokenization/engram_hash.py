@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 DEAD = -1
-"""Compressed id of a position that carries no text (an image span); it cuts the n-gram (model.md §7.2)."""
+"""Compressed id of a position without text (before a sequence, inside an image); cuts the n-gram (model.md §7.2)."""
 
 # These bases decide primality exactly for every n < 3.3e24, so for every int64.
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

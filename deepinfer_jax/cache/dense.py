@@ -12,7 +12,6 @@ from flax import struct
 
 from deepinfer_jax.cache.rings import positions_before, ring_positions
 from deepinfer_jax.cache.view import (
-    DEAD,
     Compressed,
     Groups,
     NewTokens,
@@ -26,6 +25,7 @@ from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.config.precision import PrecisionPolicy, precision_policy
 from deepinfer_jax.kernels.formats import fake_quant_fp4_index, fake_quant_fp4_kv, pack_fp4_kv
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
+from deepinfer_jax.tokenization.engram_hash import DEAD
 
 
 @struct.dataclass
@@ -97,15 +97,6 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, *, precision: s
         draft_windows=tuple(jnp.zeros(window, policy.dtype) for _ in range(text.num_nextn_predict_layers)),
         max_length=max_length,
         precision=precision,
-    )
-
-
-def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
-    """Empties the rows where `rows` (bool [batch]) is true; what they held becomes invisible, not zero."""
-    return dataclasses.replace(
-        cache,
-        lengths=jnp.where(rows, 0, cache.lengths),
-        ngrams=None if cache.ngrams is None else jnp.where(rows[:, None], DEAD, cache.ngrams),
     )
 
 

@@ -16,11 +16,11 @@ class PackedView(PagedView):
     """`PagedView` of rows of one token each; those of one sequence stand side by side in order of position.
 
     Every row writes before any reads, and reads by position. So a row sees those before it as if they had been steps of
-    their own; what those behind it wrote lies, in the rings, in the `rollback` places that no row of the step may see.
+    their own; what those behind it wrote lies, in the rings, in the places for drafts that no row of the step may see.
     Only what `_extend_rings` reads was in the rings before the step; of it the step's own tokens take their places.
 
     Attributes:
-        offsets: rows of the same sequence before each row, at most `rollback`. int32 [data, rows].
+        offsets: rows of the same sequence before each row, at most `num_drafts`. int32 [data, rows].
     """
 
     offsets: jax.Array
@@ -34,7 +34,7 @@ class PackedView(PagedView):
         """The rows before each row [batch, reach, ...], with those of this step, [batch, 1, ...], where they are."""
         reach = before.shape[1]
         by_index = values.reshape(*self.offsets.shape, *values.shape[2:])
-        for back in range(1, min(reach, self.rollback) + 1):
+        for back in range(1, min(reach, self.num_drafts) + 1):
             # Each dp rank by itself: none looks into another's rows.
             earlier = jnp.roll(by_index, back, axis=1).reshape(len(before), *values.shape[2:])
             in_step = (self.offsets >= back).reshape(len(before), *[1] * (values.ndim - 2))

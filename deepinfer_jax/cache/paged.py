@@ -47,7 +47,7 @@ class PackedIndexKeys(NamedTuple):
 class PagedCache:
     """State of all running sequences, or its declaration: a `StateSpec` in place of each array.
 
-    Every array leads with [data, blocks], or with [data, slots, reach + rollback] and is a ring.
+    Every array leads with [data, blocks], or with [data, slots, reach + num_drafts] and is a ring.
 
     Attributes:
         entries: per KV source, compressed KV. [.., tokens_per_block // ratio, head_dim], or `PackedEntries`.

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from deepinfer_jax.cache.paged import PackedIndexKeys, PackedWindow, PagedCache
 from deepinfer_jax.cache.rings import positions_before, ring_positions
 from deepinfer_jax.cache.view import (
-    DEAD,
     Compressed,
     Groups,
     NewTokens,
@@ -32,6 +31,7 @@ from deepinfer_jax.kernels.formats import (
 )
 from deepinfer_jax.kernels.pools import read_pool, write_pool
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, PagedEntries
+from deepinfer_jax.tokenization.engram_hash import DEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PagedView:
         slots: slot of each row. int32 [data, rows].
         dtype: of the keys that are handed out.
         quantize: entries and index keys are quantised, packed or not.
-        rollback: places of a ring beyond those that a row may see.
+        num_drafts: places of a ring beyond those that a row may see.
         owners: the KV sources, in the order of the cache's tuples.
         in_order: window keys always come in order of position, also in steps of one token.
     """
@@ -112,7 +112,7 @@ class PagedView:
     slots: jax.Array
     dtype: DTypeLike
     quantize: bool
-    rollback: int
+    num_drafts: int
     owners: tuple[int, ...]
     in_order: bool
 
@@ -141,7 +141,7 @@ class PagedView:
             slots=slots,
             dtype=policy.dtype,
             quantize=policy.quantize_cache,
-            rollback=jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window,
+            num_drafts=jax.tree.leaves(cache.windows)[0].shape[2] - config.text.sliding_window,
             owners=config.text.kv_source_layer_ids,
             in_order=in_order,
             **own,
@@ -215,7 +215,7 @@ class PagedView:
         """
 
         def last_rows(ring: jax.Array) -> jax.Array:
-            places = positions_before(self.new.start, ring.shape[2] - self.rollback) % ring.shape[2]
+            places = positions_before(self.new.start, ring.shape[2] - self.num_drafts) % ring.shape[2]
             places = places.reshape(*self.slots.shape, -1)
             return read_pool(ring, self.slots[..., None], places).reshape(-1, places.shape[2], *ring.shape[3:])
 

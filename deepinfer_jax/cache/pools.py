@@ -5,9 +5,9 @@ places. What makes and moves state knows the declaration alone, so no kind of st
 
 What grows with a sequence lies in blocks of `tokens_per_block` tokens, which its block table names. What does not lies
 in its slot, as rings over its last tokens: the row of position p lies at place p % length of the ring. The state of a
-sequence of n tokens is the rows of its last `reach` positions, n - reach … n - 1. A ring has `rollback` more places, so
-that a sequence may be shortened by as many tokens: it needs no work, since the rows beyond its end push none out that
-it still needs, and are overwritten later.
+sequence of n tokens is the rows of its last `reach` positions, n - reach … n - 1. A ring has a place more for each
+draft of a step, so that a sequence may be shortened by all of them: it needs no work, since the rows beyond its end
+push none out that it still needs, and are overwritten later.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class CacheShape:
     """Sizes of the pools; each dp rank has so many blocks and slots of its own.
 
     Attributes:
-        rollback: tokens by which a sequence may be shortened.
+        num_drafts: tokens drafted per step, by as many of which a sequence may be shortened.
     """
 
     data: int
     slots: int
     blocks: int
     tokens_per_block: int
-    rollback: int = 0
+    num_drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ class StateSpec:
     reach: int = 0
 
     def pool_shape(self, shape: CacheShape) -> tuple[int, ...]:
-        """[data, blocks, *shape], or [data, slots, reach + rollback, *shape]."""
+        """[data, blocks, *shape], or [data, slots, reach + num_drafts, *shape]."""
         if self.per == "block":
             return shape.data, shape.blocks, *self.shape
-        return shape.data, shape.slots, self.reach + shape.rollback, *self.shape
+        return shape.data, shape.slots, self.reach + shape.num_drafts, *self.shape
 
-    def nbytes(self, rollback: int = 0) -> int:
-        """Bytes of one block or slot; with a rollback of 0 those of a slot are its sequence's state alone."""
-        rows = 1 if self.per == "block" else self.reach + rollback
+    def nbytes(self, num_drafts: int = 0) -> int:
+        """Bytes of one block or slot; without drafts those of a slot are its sequence's state alone."""
+        rows = 1 if self.per == "block" else self.reach + num_drafts
         return rows * math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -86,7 +86,7 @@ def block_bytes(declared: Any) -> int:
 
 
 def read_slots(declared: Any, cache: Any, slots: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The state of sequences in order of position: the same bytes for any rollback, whatever lay in the slot before.
+    """The state of sequences in order of position: the same bytes for any `num_drafts`, whatever lay there before.
 
     Args:
         slots: where they are. int32 [data, k].

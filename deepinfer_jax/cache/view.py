@@ -13,9 +13,6 @@ from flax import struct
 from deepinfer_jax.cache.rings import positions_before
 from deepinfer_jax.kernels.sparse_attention import Entries
 
-DEAD = -1
-"""Compressed id of a position before the sequence or inside an image (model.md §7.2)."""
-
 
 class NewTokens(NamedTuple):
     """The tokens that one step adds to each row.

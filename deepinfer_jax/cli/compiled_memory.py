@@ -4,15 +4,15 @@ from typing import Any
 
 import jax
 
-from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.loading import num_drafts, step_buckets
+from deepinfer_jax.engine.config import MOST_PROGRAMS
+from deepinfer_jax.engine.resolution import planned_engine
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.memory.plan import MemoryPlan, prefill_tokens
+from deepinfer_jax.memory.plan import MemoryPlan
 from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.step_program import Kind, step_program
-from deepinfer_jax.scheduler import Bucket, BucketTable
+from deepinfer_jax.scheduler import Bucket
 
 
 def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs) -> int:
@@ -24,15 +24,16 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
         plan: of one device; its pools and its length are those of the programs.
         args: of the engine that was planned.
     """
-    drafts = num_drafts(config.text.draft_block, args.engine_type)
-    buckets = _buckets(config, plan, args, drafts)
-    shape = CacheShape(1, plan.num_slots, plan.num_blocks, plan.tokens_per_block, drafts)
+    platform = jax.default_backend()
+    planned = planned_engine(args, config, plan, platform=platform)
+    # A small model's engine has fewer programs, but none that takes more tokens.
+    buckets = planned.buckets(MOST_PROGRAMS)
     kernels = KernelChoice.for_devices(jax.local_devices()[:1])
     model = PagedModel(config, args.precision, kernels, packed=args.kv_cache_format == "packed")
 
     def temporaries(kind: Kind, bucket: Bucket) -> int:
         program, arguments = step_program(
-            model, kind, shape, bucket, jax.default_backend(), feature_rows=plan.image_rows
+            model, kind, planned.cache_shape, bucket, platform, feature_rows=plan.image_rows
         )
         analysis: Any = jax.jit(program, donate_argnums=1).lower(*arguments).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
@@ -41,9 +42,3 @@ def compiled_temporaries(config: ModelConfig, plan: MemoryPlan, args: EngineArgs
     decode = max(buckets.decode, key=lambda bucket: (bucket.width, bucket.rows))
     prefill = (bucket for bucket in buckets.prefill if bucket.width == widest)
     return max(temporaries("decode", decode), *(temporaries("prefill", bucket) for bucket in prefill))
-
-
-def _buckets(config: ModelConfig, plan: MemoryPlan, args: EngineArgs, drafts: int) -> BucketTable:
-    # A small model's engine has fewer programs, but none that takes more tokens.
-    limits = args.limits(config.text.max_position_embeddings, max_len_in_memory=plan.max_model_len, num_drafts=drafts)
-    return step_buckets(limits, most_prefill_tokens=prefill_tokens(jax.default_backend()), max_programs=12)

@@ -115,7 +115,6 @@ def calibrate(
     with _errors_as_sentences():
         prompts = _read_prompts(None, file)
         from deepinfer_jax.engine.drafts.calibration import draft_pairs, fit_temperatures, report
-        from deepinfer_jax.engine.drafts.scheduled_verification import confidence_temperatures
         from deepinfer_jax.engine.llm import LLM
         from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
@@ -126,12 +125,12 @@ def calibrate(
             max_num_seqs=min(len(prompts), _MAX_NUM_SEQS),
             precision=precision,
         )
-        num_drafts = llm.llm_engine.limits.num_drafts
-        if not num_drafts:
+        config = llm.llm_engine.limits
+        if not config.num_drafts:
             raise ValueError("this engine drafts nothing: DEEPINFER_USE_NEXTN_DECODE is 0, or it has no draft layers")
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         results: list[list[RequestOutput]] = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-        fits = fit_temperatures(*draft_pairs(results, confidence_temperatures(num_drafts)))
+        fits = fit_temperatures(*draft_pairs(results, config.confidence_temperatures))
         if not fits[0].judged:
             raise ValueError("no draft was verified; give longer --max-tokens")
         typer.echo(report(fits))

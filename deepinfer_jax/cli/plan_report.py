@@ -10,8 +10,10 @@ from deepinfer_jax.cli.compiled_memory import compiled_temporaries
 from deepinfer_jax.cli.environment_report import aligned
 from deepinfer_jax.config.model_config import load_config
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.loading import engine_plan
-from deepinfer_jax.memory.plan import MemoryPlan, device_memory, format_bytes
+from deepinfer_jax.engine.resolution import memory_demand
+from deepinfer_jax.memory.device import device_memory
+from deepinfer_jax.memory.plan import MemoryPlan, plan_memory
+from deepinfer_jax.memory.units import format_bytes
 
 _PLATFORMS = ("gpu", "tpu", "cpu")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -43,7 +45,7 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
         compile_programs: temporaries are those of compiled programs instead of a formula's.
 
     Raises:
-        ValueError: an unknown platform; as `config.load_config` and `memory.plan_memory`; programs that cannot be
+        ValueError: an unknown platform; as `load_config` and `plan_memory`; programs that cannot be
             compiled here.
     """
     if platform not in (None, *_PLATFORMS):
@@ -52,7 +54,7 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
     here = jax.default_backend()
     platform = platform or (here if memory is None else "gpu")
     memory = device_memory(jax.local_devices()[0]) if memory is None else memory
-    plan = engine_plan(config, args, platform=platform, memory=memory)
+    plan = plan_memory(memory_demand(args, config, platform=platform, memory=memory))
     if not compile_programs or plan.problem:
         return plan
     if platform != here or args.num_devices > 1:
@@ -62,7 +64,7 @@ def plan_engine(args: EngineArgs, memory: int | None, platform: str | None, comp
         )
     planned = dataclasses.replace(args, max_model_len=plan.max_model_len)
     temporaries = compiled_temporaries(config, plan, args)
-    return engine_plan(config, planned, platform=platform, memory=memory, temporaries=temporaries)
+    return plan_memory(memory_demand(planned, config, platform=platform, memory=memory, temporaries=temporaries))
 
 
 def plan_json(plan: MemoryPlan) -> dict[str, Any]:

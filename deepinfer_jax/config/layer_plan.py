@@ -14,7 +14,6 @@ class LayerPlan:
         index: layer number.
         ratio: tokens per compressed entry; 0 for a layer that sees its window only.
         kv_owner: layer whose compressed entries and index keys it reads; None at ratio 0.
-        index_owner: layer whose picks it uses; itself for an index source, None at ratio 0.
         is_kv_source: it compresses its input into entries and index keys.
         is_index_source: it scores index keys and picks entries (a "full" or "reindex" layer).
         is_candidate_source: it publishes the candidate blocks.
@@ -26,7 +25,6 @@ class LayerPlan:
     index: int
     ratio: int
     kv_owner: int | None
-    index_owner: int | None
     is_kv_source: bool
     is_index_source: bool
     is_candidate_source: bool
@@ -49,7 +47,6 @@ def _plan(text: TextConfig, index: int) -> LayerPlan:
         index=index,
         ratio=text.compress_ratios[index],
         kv_owner=max(i for i in text.kv_source_layer_ids if i <= index) if compressed else None,
-        index_owner=max(i for i in text.index_source_layer_ids if i <= index) if compressed else None,
         is_kv_source=index in text.kv_source_layer_ids,
         is_index_source=is_index_source,
         is_candidate_source=index == source,

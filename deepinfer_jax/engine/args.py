@@ -1,9 +1,7 @@
-"""What an engine is built from (DB §1.2), and the sizes that follow (DB §1.3)."""
+"""What is asked of an engine (DB §1.2); `engine/resolution.py` says what follows."""
 
 import dataclasses
 import difflib
-import logging
-import math
 import os
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,20 +10,14 @@ from typing import Any, Literal
 from deepinfer_jax.config.model_config import PRECISIONS, Precision
 from deepinfer_jax.engine.validation import boolean, integer, number
 
-logger = logging.getLogger(__name__)
-
 KVCacheFormat = Literal["packed", "unpacked"]
 OnImageMismatch = Literal["raise", "warn"]
 
 _DEFAULT_TOKENS_PER_BLOCK = 128
-# Chunks longer than this gain little: the experts' tiles are full by then.
-_CHUNKED_BATCHED_TOKENS = 2048
 # About 1400 snapshots of the released model.
 _SNAPSHOT_MEMORY_BYTES = 4 << 30
 # About 26,000 rows of the released model: 140 images of 224 x 224 pixels, 27 of the largest.
 _IMAGE_CACHE_BYTES = 256 << 20
-# DeepInfer's floor for prompts that run in one piece (DB §1.3).
-_WHOLE_BATCHED_TOKENS = 4096
 
 # Fields of DeepInfer that nothing reads there (DB §15.2 trap 50).
 _DEAD_FIELDS = {
@@ -45,50 +37,6 @@ class EngineType(IntEnum):
     NORMAL = 0
     PROMPT = 1
     COMPLETION = 2
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """The sizes of an engine (DB §1.3).
-
-    Attributes:
-        max_model_len: most tokens of prompt and output together; also the longest prompt.
-        runtime_max_model_len: every position that a step computes is below this: max_model_len, the drafts of one
-            step, and what the step in flight may add. DeepInfer sizes its rotary tables and block tables by it; here
-            it is a bound to check against, since rotary angles are computed and no step is launched for a sequence
-            that is known to be full.
-        prompt_limit: longest prompt: max_model_len, or without chunked prefill what one step takes.
-        max_num_seqs: most sequences that run at once, over all dp ranks.
-        max_num_batched_tokens: most tokens of one engine iteration on each dp rank.
-        data_parallel_size: dp ranks; each has its own blocks and slots.
-        tokens_per_block: tokens of one block of the paged cache.
-        num_drafts: tokens drafted per step.
-        chunked_prefill: whether a prompt may run in pieces.
-        zero_overhead_scheduling: whether the next step is launched before the results of the last are read.
-        keep_tokens: how many last tokens of a prompt the consumer layers run on (bounded replay, DB §9); None: all.
-    """
-
-    max_model_len: int
-    runtime_max_model_len: int
-    prompt_limit: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    data_parallel_size: int = 1
-    tokens_per_block: int = _DEFAULT_TOKENS_PER_BLOCK
-    num_drafts: int = 0
-    chunked_prefill: bool = True
-    zero_overhead_scheduling: bool = True
-    keep_tokens: int | None = None
-
-    @property
-    def seqs_per_index(self) -> int:
-        """Slots of each dp rank. Rounded up: max_num_seqs itself bounds how many run."""
-        return math.ceil(self.max_num_seqs / self.data_parallel_size)
-
-    @property
-    def blocks_per_sequence(self) -> int:
-        """Blocks of a sequence of max_model_len tokens: the width of a block table."""
-        return math.ceil(self.max_model_len / self.tokens_per_block)
 
 
 @dataclass(kw_only=True)
@@ -116,7 +64,7 @@ class EngineArgs:
         gpu_memory_utilization: part of the device memory that weights, caches and temporaries may take, in (0, 1].
         max_num_batched_tokens: most tokens of one iteration on each dp rank, at least max_num_seqs × (1 + drafts);
             None: with chunked prefill the larger of 2048 and that, else the largest of max_model_len, 4096 and that.
-            Of prompts that may be cut, a step takes no more than `memory.prefill_tokens` in any case.
+            Of prompts that may be cut, a step takes no more than `memory.device.prefill_tokens` in any case.
         max_num_seqs: most sequences that run at once, over all dp ranks; each index has room for its share,
             rounded up.
         disable_log_stats: no statistics in the log; `LLMEngine.stats()` has them all the same.
@@ -282,64 +230,3 @@ class EngineArgs:
     def num_devices(self) -> int:
         """Devices that the engine runs on."""
         return self.data_parallel_size * self.expert_parallel_size
-
-    def limits(
-        self,
-        max_position_embeddings: int,
-        *,
-        max_len_in_memory: int | None = None,
-        num_drafts: int = 0,
-        zero_overhead_scheduling: bool = True,
-        keep_tokens: int | None = None,
-    ) -> EngineLimits:
-        """The engine's sizes for a model trained up to `max_position_embeddings` positions.
-
-        Arguments:
-            max_len_in_memory: longest sequence that the memory left for the cache holds; None: not known to be short.
-            num_drafts: tokens drafted per step.
-            zero_overhead_scheduling: whether steps overlap.
-            keep_tokens: of bounded replay.
-
-        Raises ValueError if the token budget is too small, with the arithmetic.
-        """
-        max_model_len = self.max_model_len or min(max_position_embeddings, max_len_in_memory or max_position_embeddings)
-        if max_model_len > max_position_embeddings:
-            logger.warning(
-                "max_model_len %d exceeds the model's max_position_embeddings %d",
-                max_model_len,
-                max_position_embeddings,
-            )
-        budget = self._budget(max_model_len, num_drafts)
-        in_flight = num_drafts + 1 if zero_overhead_scheduling else 0
-        return EngineLimits(
-            max_model_len=max_model_len,
-            runtime_max_model_len=max_model_len + 2 * num_drafts + in_flight,
-            prompt_limit=max_model_len if self.chunked_prefill else min(max_model_len, budget),
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=budget,
-            data_parallel_size=self.data_parallel_size,
-            tokens_per_block=self.tokens_per_block,
-            num_drafts=num_drafts,
-            chunked_prefill=self.chunked_prefill,
-            zero_overhead_scheduling=zero_overhead_scheduling,
-            keep_tokens=keep_tokens,
-        )
-
-    def _budget(self, max_model_len: int, num_drafts: int) -> int:
-        decoding = self.max_num_seqs * (1 + num_drafts)
-        if self.max_num_batched_tokens is None:
-            if self.chunked_prefill:
-                return max(_CHUNKED_BATCHED_TOKENS, decoding)
-            return max(max_model_len, _WHOLE_BATCHED_TOKENS, decoding)
-        if self.max_num_batched_tokens < decoding:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs × (1 + drafts) = {self.max_num_seqs} × {1 + num_drafts} = {decoding}: "
-                "each running sequence needs that many per step"
-            )
-        if not self.chunked_prefill and self.max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
-                f"({max_model_len}) when chunked_prefill is off: a prompt runs in one piece"
-            )
-        return self.max_num_batched_tokens

@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepinfer_jax.engine.args import EngineArgs, EngineType
+from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.diagnosis import explain_failures
 from deepinfer_jax.engine.drafts.scheduled_verification import StepClock, draft_policy
-from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.gc_pause import collector_paused
 from deepinfer_jax.engine.grammars.request_queue import GrammarRequestQueue
 from deepinfer_jax.engine.images.request_queue import ImageRequestQueue, image_contents
 from deepinfer_jax.engine.launch import Launched, launch
-from deepinfer_jax.engine.loading import EngineParts, verifies_by_confidence
+from deepinfer_jax.engine.loading import EngineParts
 from deepinfer_jax.engine.metrics.stats import EngineStats
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.request import mark_ready
@@ -32,7 +31,6 @@ class EngineCore:
     """Runs the sequences of one engine, from submission to their last output.
 
     Arguments:
-        args: of the engine.
         parts: what it works with.
 
     Attributes:
@@ -44,45 +42,27 @@ class EngineCore:
         stats: what has been done.
     """
 
-    def __init__(self, args: EngineArgs, parts: EngineParts) -> None:
-        self._args = args
-        self._limits = limits = parts.limits
-        self._vocab_size = parts.vocab_size
-        self._temperatures = parts.temperatures
-        self._diagnose = parts.diagnose
-        self._poison = env.POISON_FREED_STATE
+    def __init__(self, parts: EngineParts) -> None:
+        self._config = config = parts.config
+        self._diagnose = parts.model.diagnose
         self._clock = StepClock()
-        self.runner = parts.runner
-        self.features = parts.features
-        self.scheduler = Scheduler(
-            buckets=parts.buckets,
-            data_parallel_size=limits.data_parallel_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_blocks=parts.num_blocks,
-            tokens_per_block=limits.tokens_per_block,
-            num_drafts=limits.num_drafts,
-            chunked_prefill=limits.chunked_prefill,
-            stop_preempted_request=args.stop_preempted_request,
-            prefix_caching=parts.prefix_caching,
-            snapshot_budget=args.snapshot_memory_bytes,
-            decodes=args.engine_type != EngineType.PROMPT,
+        self.runner = parts.model.runner
+        self.features = parts.model.features
+        self.scheduler = Scheduler(config.scheduler_limits, parts.model.buckets)
+        self.grammars = GrammarRequestQueue(
+            parts.tokens.tokenizer, config.vocab_size, 1 + config.num_drafts, config.grammars, self._fail
         )
-        self.grammars = GrammarRequestQueue(parts.tokenizer, parts.vocab_size, 1 + limits.num_drafts, self._fail)
-        self.images = ImageRequestQueue(parts.processor, self._place_images, self._fail)
+        self.images = ImageRequestQueue(parts.tokens.processor, config.images, self._place_images, self._fail)
         self.open: dict[str, Sequence] = {}
         self.computed: dict[str, Sequence] = {}
         self.ready: list[RequestOutput] = []
         self.launched: list[Launched] = []
-        self.stats = EngineStats(limits.num_drafts)
+        self.stats = EngineStats(config.num_drafts)
         self.runner.warm_up(progress=sys.stderr.isatty())
         if self.features is not None:
             self.features.warm_up()
-        if verifies_by_confidence(limits):
-            self.scheduler.verification = draft_policy(
-                self.runner, parts.buckets, parts.temperatures, limits.data_parallel_size, parts.key
-            )
+        if config.verifies_by_confidence:
+            self.scheduler.verification = draft_policy(self.runner, parts.model.buckets, config, parts.model.key)
 
     def add(self, sequence: Sequence, unopened: Mapping[str, Any] | None) -> None:
         """Takes a new sequence; unopened: images that are not in its prompt yet."""
@@ -106,7 +86,7 @@ class EngineCore:
             if not num_due:
                 self._wait_for_a_start()
             self._launch(self._plan())
-            if not self._limits.zero_overhead_scheduling:
+            if not self._config.zero_overhead_scheduling:
                 num_due = len(self.launched)
             self._read(num_due)
             if not self.open:
@@ -138,7 +118,7 @@ class EngineCore:
 
     def most_cached_tokens(self, prompt_len: int) -> int | None:
         """How much of a prompt may be restored: of earlier tokens bounded replay leaves no windows in the consumers."""
-        keep = self._limits.keep_tokens
+        keep = self._config.keep_tokens
         return None if keep is None else max(prompt_len - keep, 0)
 
     def hand_out(self) -> list[RequestOutput]:
@@ -169,7 +149,7 @@ class EngineCore:
                     sequence.request.error
                     or f"a step of the engine failed ({type(error).__name__}: {error}); the request can be sent again"
                 )
-            self._emit([output_without_token(sequence, self._limits.max_num_batched_tokens) for sequence in lost])
+            self._emit([output_without_token(sequence, self._config.max_num_batched_tokens) for sequence in lost])
             self.runner.reset()
             if self.features is not None:
                 self.features.reset()
@@ -190,20 +170,13 @@ class EngineCore:
         """The next plan; requests that ended without a token have their outputs."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
-        self._emit([output_without_token(sequence, self._limits.max_num_batched_tokens) for sequence in plan.ignored])
+        self._emit([output_without_token(sequence, self._config.max_num_batched_tokens) for sequence in plan.ignored])
         self.stats.seconds["schedule"] += time.perf_counter() - start
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
-        self.launched += launch(
-            self.runner,
-            plan,
-            self._limits,
-            vocab_size=self._vocab_size,
-            poison=self._poison,
-            features=self.features,
-        )
+        self.launched += launch(self.runner, plan, self._config, self.features)
         if plan.prefill is not None:
             self.stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
         self.stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
@@ -228,7 +201,9 @@ class EngineCore:
             if not result.finite.all():
                 explain_failures(step, emitted, self._diagnose)
                 self._forget_images(step, emitted)
-            outputs = token_outputs(step, result, emitted, self._limits.max_num_batched_tokens, self._temperatures)
+            outputs = token_outputs(
+                step, result, emitted, self._config.max_num_batched_tokens, self._config.confidence_temperatures
+            )
             self.stats.generation_tokens += sum([number for _, number in emitted])
             if isinstance(step, DecodeStep):
                 rows = [row for row, number in emitted if number]
@@ -262,7 +237,7 @@ class EngineCore:
             if output.num_output_tokens == 1 and not output.message:
                 sequence = self.open[output.request_id]
                 self.stats.first_token.add(arrived - sequence.arrival_time)
-                if self._args.engine_type is EngineType.PROMPT and not output.finished:
+                if self._config.engine_type is EngineType.PROMPT and not output.finished:
                     self.computed[output.request_id] = sequence
 
     def _wait_for_a_start(self) -> None:

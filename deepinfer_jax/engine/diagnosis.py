@@ -17,12 +17,12 @@ import numpy.typing as npt
 from deepinfer_jax.cache.dense import Cache, init_cache
 from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.kernels.choice import KernelChoice
-from deepinfer_jax.model.embedding import END, IMAGE, NEWLINE, START
+from deepinfer_jax.model.embedding import IMAGE, ROLE_OF
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.probe import capture_names
 from deepinfer_jax.model.vision import encode_image
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, SequenceStatus
-from deepinfer_jax.tokenization import ImagePrompt, TokenType
+from deepinfer_jax.tokenization import ImagePrompt
 from deepinfer_jax.weights.params import Params
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,6 @@ CHUNK = 128
 """Tokens that are run at once."""
 LONGEST_TEXT = 1 << 15
 """A longer text is not run again: the others wait meanwhile."""
-
-_ROLES = {
-    TokenType.IMAGE_START: START,
-    TokenType.IMAGE: IMAGE,
-    TokenType.IMAGE_NEW_LINE: NEWLINE,
-    TokenType.IMAGE_END: END,
-}
 
 # Integers, truth values, scores that are −inf where they are masked; taps are means of streams.
 _NOT_WATCHED = ("engram.rows", "index_scores", "candidates", "index_picks", "expert_ids", "taps")
@@ -143,7 +136,7 @@ def _images(
     roles, features = np.full(length, -1, np.int32), []
     for image in image_prompt.images:
         layout = image.image.layout
-        roles[image.start : image.stop] = [_ROLES[kind] for kind in layout.roles().tolist()]
+        roles[image.start : image.stop] = [ROLE_OF[kind] for kind in layout.roles().tolist()]
         patches = jnp.asarray(image.image.patches())
         features.append(
             encode_image(params, config, patches, layout.vit_height, layout.vit_width, precision=precision)[1]

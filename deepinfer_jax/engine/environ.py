@@ -1,6 +1,7 @@
 """The environment variables (DB §2), one row each, and the folder of things that are made once per user.
 
-`env.NAME` is the value of `DEEPINFER_NAME`, read on first access and then kept for the process; `rearm` forgets it.
+`env.NAME` is the value of `DEEPINFER_NAME`, read on first access and then kept for the process; `rearm` forgets it. An
+engine takes all that concern it when it is made (`engine/resolution.py`), and keeps them.
 `deepinfer-jax env` prints the table.
 """
 
@@ -287,15 +288,13 @@ def user_cache_dir() -> Path:
     return Path(Environment.XDG_CACHE_HOME.read() or Path.home() / ".cache") / "deepinfer-jax"
 
 
-def enable_compilation_cache() -> None:
-    """Keeps compiled programs between processes, in `xla` of the user's cache.
+def enable_compilation_cache(directory: str | None) -> None:
+    """Keeps compiled programs between processes, in this folder; "": in none; None: in `xla` of the user's cache.
 
-    `DEEPINFER_COMPILATION_CACHE_DIR` names another folder, or none if it is empty; a place that jax was already told
-    of stays.
+    A place that jax was already told of stays.
     """
     import jax  # here: the table alone needs no jax
 
-    directory = env.COMPILATION_CACHE_DIR
     if directory is None:
         directory = str(user_cache_dir() / "xla")
     if not directory or jax.config.jax_compilation_cache_dir:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.config import EngineConfig
 from deepinfer_jax.engine.grammars.request_queue import look_ahead, write_masks
 from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.requests.adjustments import write_adjustments
@@ -50,10 +50,7 @@ class Launched:
 def launch(
     runner: Runner,
     plan: StepPlan,
-    limits: EngineLimits,
-    *,
-    vocab_size: int,
-    poison: bool,
+    config: EngineConfig,
     features: FeatureCache | None = None,
 ) -> list[Launched]:
     """Launches a plan: what others left behind is poisoned, earlier state comes back, then images that the prefill step
@@ -61,18 +58,18 @@ def launch(
 
     features: of the vision tower; None without one.
     """
-    if poison:
+    if config.poison_freed_state:
         runner.poison(plan.discarded_blocks, plan.discarded_slots)
         for snapshot in plan.discarded_snapshots:
             snapshot.fill(_POISON)
     if plan.restores:
-        _restore(runner, plan.restores, limits)
-    write_adjustments(runner, plan, vocab_size)
+        _restore(runner, plan.restores, config)
+    write_adjustments(runner, plan, config.vocab_size)
     any_masked = write_masks(runner, plan)
     launched = []
     if plan.prefill is not None:
         images = None if features is None else features.for_step(plan.prefill)
-        result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, limits.keep_tokens), images)
+        result = runner.prefill(plan.prefill, prefill_columns(plan.prefill, config.keep_tokens), images)
         launched.append(Launched(plan.prefill, result, _capture(runner, plan.prefill)))
     if plan.decode is not None:
         params = [sequence.request.params for sequence in plan.decode.sequences]
@@ -83,11 +80,11 @@ def launch(
     return launched
 
 
-def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits) -> None:
+def _restore(runner: Runner, restores: tuple[Restore, ...], config: EngineConfig) -> None:
     sequences = [restore.sequence for restore in restores]
     for sequence, restore in zip(sequences, restores, strict=True):
         if restore.blocks is not None:
-            held = sequence.block_table[: blocks_for(restore.num_tokens, limits.tokens_per_block)]
+            held = sequence.block_table[: blocks_for(restore.num_tokens, config.tokens_per_block)]
             runner.write_blocks(sequence.dp_rank, held, restore.blocks)
     runner.restore(
         **slot_places(sequences),
@@ -99,7 +96,7 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
     )
     # What another engine computed decodes next; drafts are no state of a sequence but a function of its text.
     decoding = [restore.sequence for restore in restores if restore.blocks is not None]
-    if limits.num_drafts and decoding:
+    if config.num_drafts and decoding:
         runner.draft(**slot_places(decoding))
         look_ahead(runner, decoding)
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.core import EngineCore
-from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.handover.sequence_state import SequenceState, check_state, computed_state
 from deepinfer_jax.engine.images.request_queue import image_contents
 from deepinfer_jax.engine.loading import load_parts
@@ -47,20 +46,20 @@ class LLMEngine:
         args: what to load and how large.
 
     Attributes:
-        tokenizer, limits, vocab_size: as loaded.
+        tokenizer, vocab_size: as loaded.
+        limits: what `args`, model, environment and devices resolved to.
         images: opens images, and knows what stands for one in a text.
     """
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
-        self._log_interval = 0 if args.disable_log_stats else env.LOGGING_INTERVAL_STEP
         parts = load_parts(args)
-        self.tokenizer = parts.tokenizer
-        self.limits = parts.limits
-        self.vocab_size = parts.vocab_size
-        self._image_token_id = parts.image_token_id
-        self._identity = parts.identity
-        self._loop = EngineCore(args, parts)
+        self.tokenizer = parts.tokens.tokenizer
+        self.limits = parts.config
+        self.vocab_size = parts.config.vocab_size
+        self._image_token_id = parts.tokens.image_token_id
+        self._identity = parts.model.identity
+        self._loop = EngineCore(parts)
         self.images = self._loop.images
         self._next_seq_id = 0
         self._closed = False
@@ -294,7 +293,8 @@ class LLMEngine:
         self._check_open()
         if self._loop.step():
             self._loop.stats.end_step()
-            if self._log_interval > 0 and self._loop.stats.steps % self._log_interval == 0:
+            interval = self.limits.logging_interval
+            if interval > 0 and self._loop.stats.steps % interval == 0:
                 logger.info("%s", log_line(self.stats()))
         return self._loop.hand_out()
 

@@ -1,11 +1,13 @@
-"""What the environment asks of the sampler, for all requests (DB §2)."""
+"""What the environment asks of the sampler, and of how drafts are judged, for all requests (DB §2)."""
 
+import math
 import re
 
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.sampling import SamplerOptions
 
 _BLACKLIST, _FORCE_TOP_K = "DEEPINFER_DECODE_TOKEN_BLACKLIST", "DEEPINFER_SAMPLER_FORCE_TOPK"
+_TEMPERATURE, _COLDEST = "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", 1e-5
 _RANGE = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
 
 
@@ -22,6 +24,29 @@ def sampler_options(vocab_size: int, confidence_temperatures: tuple[float, ...] 
         sum_smaller_probs=env.COMPUTE_SUM_SMALLER_PROBS,
         confidence_temperatures=confidence_temperatures if env.ENABLE_MTP_VARLEN else (1.0,),
     )
+
+
+def confidence_temperatures(num_drafts: int) -> tuple[float, ...]:
+    """DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE, one for each draft, at least 1e-5.
+
+    Raises ValueError, starting with the variable's name, for a value that cannot be.
+    """
+    text = env.DFLASH_CONFIDENCE_HEAD_TEMPERATURE
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < math.inf for value in values):
+        raise ValueError(
+            f"{_TEMPERATURE} is {text!r}; expected a positive number, or a comma list of one for each draft"
+        )
+    if len(values) == 1:
+        values *= num_drafts
+    if num_drafts and len(values) != num_drafts:
+        raise ValueError(
+            f"{_TEMPERATURE} is {text!r}, {len(values)} temperatures, but {num_drafts} tokens are drafted per step"
+        )
+    return tuple(max(value, _COLDEST) for value in values)
 
 
 def _ids(text: str, vocab_size: int) -> tuple[int, ...]:

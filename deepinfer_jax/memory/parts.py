@@ -1,10 +1,9 @@
 """How many bytes each part of an engine takes on one device; counted on shapes, nothing is allocated."""
 
-import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -91,23 +90,38 @@ def _spec_bytes(spec: ParamSpec, is_stored: bool, mesh: Mesh) -> int:
 
 
 def state_bytes(
-    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool, rollback: int
+    config: ModelConfig, precision: str, tokens_per_block: int, packed: bool, num_drafts: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one block and of one slot, each by kind. rollback: tokens by which a sequence may be shortened.
+    """Bytes of one block and of one slot, each by kind.
 
     Raises ValueError as `cache.paged.state_specs`.
     """
     sizes: dict[str, Counter[str]] = {"block": Counter(), "slot": Counter()}
     for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
-        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(rollback)
+        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(num_drafts)
     return dict(sizes["block"]), dict(sizes["slot"])
 
 
-def slot_table_bytes(vocab_size: int, num_drafts: int) -> int:
-    """Of a slot without its drafts and its block table, counted on the arrays of the table themselves."""
-    shape = CacheShape(data=1, slots=1, blocks=0, tokens_per_block=1, rollback=num_drafts)
-    table = jax.eval_shape(lambda: init_slot_table(shape, 0, vocab_size))
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(dataclasses.replace(table, drafts=None)))
+class SlotTableBytes(NamedTuple):
+    """Of one slot: of a number in its block table, of its drafts, and of all else."""
+
+    slot: int
+    block_number: int
+    drafts: int
+
+
+@functools.cache
+def slot_table_bytes(vocab_size: int, num_drafts: int) -> SlotTableBytes:
+    """Bytes of `init_slot_table`'s arrays."""
+    one = CacheShape(data=1, slots=1, blocks=1, tokens_per_block=1, num_drafts=num_drafts)
+    table = jax.eval_shape(lambda: init_slot_table(one, 1, vocab_size))
+    block_number, drafts = tree_bytes(table.blocks), tree_bytes(table.drafts)
+    return SlotTableBytes(tree_bytes(table) - block_number - drafts, block_number, drafts)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of all arrays of a pytree, or of their descriptions."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temporary_bytes(

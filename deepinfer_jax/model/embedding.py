@@ -4,14 +4,22 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.tokenization import TokenType
 from deepinfer_jax.weights.params import Params, Vision
 
 # Roles of the positions of an image span; text is negative (golden README).
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3
+ROLE_OF = {
+    TokenType.IMAGE_START: START,
+    TokenType.IMAGE: IMAGE,
+    TokenType.IMAGE_NEW_LINE: NEWLINE,
+    TokenType.IMAGE_END: END,
+}
 
 # A position's place says in one number what stands there: a token, one of the vectors around and inside an image, or,
 # from 0 on, a row of the features.
 TEXT_PLACE, START_PLACE, NEWLINE_PLACE, END_PLACE = -1, -2, -3, -4
+PLACE_OF = {START: START_PLACE, NEWLINE: NEWLINE_PLACE, END: END_PLACE}
 
 
 @jax.named_scope("embed")
@@ -30,7 +38,7 @@ def places_of(roles: jax.Array) -> jax.Array:
     is_feature = roles == IMAGE
     rows = jnp.cumsum(is_feature.reshape(-1), dtype=jnp.int32).reshape(roles.shape) - 1
     places = jnp.where(is_feature, rows, TEXT_PLACE)
-    for role, place in ((START, START_PLACE), (NEWLINE, NEWLINE_PLACE), (END, END_PLACE)):
+    for role, place in PLACE_OF.items():
         places = jnp.where(roles == role, place, places)
     return places
 

@@ -8,6 +8,7 @@ from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
 from deepinfer_jax.kernels.quantized_linear import dequantize, linear
 from deepinfer_jax.kernels.rowwise import rowwise
+from deepinfer_jax.tokenization.engram_hash import DEAD
 from deepinfer_jax.weights.params import Engram
 
 _GATE_FLOOR = 1e-6
@@ -15,12 +16,12 @@ _GATE_FLOOR = 1e-6
 
 @jax.named_scope("engram")
 def compressed_ids(tokens: jax.Array, token_map: jax.Array, image_mask: jax.Array | None) -> jax.Array:
-    """Compressed id of each token; −1 (dead) at image tokens and at ids outside the map (T41). int32 [batch, time]."""
+    """Compressed id of each token; DEAD at image tokens and at ids outside the map (T41). int32 [batch, time]."""
     size = token_map.shape[0]
     known = (tokens >= 0) & (tokens < size)
     if image_mask is not None:
         known = known & ~image_mask
-    return jnp.where(known, token_map[jnp.clip(tokens, 0, size - 1)], -1)
+    return jnp.where(known, token_map[jnp.clip(tokens, 0, size - 1)], DEAD)
 
 
 @jax.named_scope("engram")

@@ -84,7 +84,7 @@ def compile_step_for(gpu: Gpu, config_file: str, kind: Kind) -> dict[str, float]
     topology = topology_of(gpu)
     config = parse_config(json.loads(Path(config_file).read_text()))
     model = PagedModel(config, "reference", KernelChoice.for_devices(topology.devices))
-    shape, bucket = dataclasses.replace(SHAPE, rollback=config.text.draft_block), bucket_of(kind, config)
+    shape, bucket = dataclasses.replace(SHAPE, num_drafts=config.text.draft_block), bucket_of(kind, config)
     feature_rows = FEATURE_ROWS if config.vision.num_hidden_layers else 0
     program, arguments = step_program(model, kind, shape, bucket, "gpu", feature_rows=feature_rows)
     compiled, seconds = compile_for(topology, program, arguments, donated=(1,))

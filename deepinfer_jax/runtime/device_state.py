@@ -90,7 +90,7 @@ class DeviceState:
     ) -> PendingBytes:
         """Launches the reading of n sequences' state as the last launched step leaves it; result [n, slot_bytes].
 
-        dp_rank, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.rollback` fewer than the
+        dp_rank, slots: int32 [n]; lengths: tokens whose state it is, at most `CacheShape.num_drafts` fewer than the
         last launched step may have computed. int32 [n].
         """
         where = places(dp_rank, SLOT_ROWS)
@@ -151,7 +151,7 @@ class DeviceState:
     ) -> None:
         """Launches the writing of the masks of n slots for the steps that follow.
 
-        dp_rank, slots: int32 [n]; masks: uint32 [n, 1 + rollback, words], see `Adjustments.masks`.
+        dp_rank, slots: int32 [n]; masks: uint32 [n, 1 + num_drafts, words], see `Adjustments.masks`.
         """
         where, shape = places(dp_rank, MASK_ROWS), self._shape
         numbers, rows = (

@@ -107,7 +107,7 @@ class StepModel(Protocol):
     def draft(
         self, params: Any, cache: Any, slots: Array, lengths: Array, tokens: Array, count: int, pick: Pick
     ) -> Drafted:
-        """The first `count` drafts behind each row's newest token; asked only where `CacheShape.rollback` is `count`.
+        """The first `count` drafts behind each row's newest token; asked only where `CacheShape.num_drafts` is `count`.
 
         They depend on the row's tokens alone, never on what was computed and taken back.
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.runtime.device_state import DeviceState
+from deepinfer_jax.runtime.duties import STEPS_ALONE, RunnerDuties
 from deepinfer_jax.runtime.paged_model import StepModel
-from deepinfer_jax.runtime.state_ops import StateOp
 from deepinfer_jax.runtime.step_input import full_decode, pack_decode, pack_prefill
 from deepinfer_jax.runtime.step_program import Kind
 from deepinfer_jax.runtime.step_result import InFlight
@@ -37,11 +37,7 @@ class Runner(DeviceState):
         shape: sizes of the pools.
         table_width: blocks of the longest block table.
         mesh: what `params` are spread over; the data axis has `shape.data` devices.
-        kinds: of steps that will run.
-        moves_slots: whether `read_slots` and `restore` will run.
-        moves_blocks: whether `read_blocks` and `write_blocks` will run.
-        drafts: whether `draft` will run.
-        poisons: whether `poison` will run.
+        duties: what will run.
         options: what all rows are sampled by.
         features: image features [n, hidden] that every prefill step will take, or their description; None: none.
     """
@@ -55,11 +51,7 @@ class Runner(DeviceState):
         shape: CacheShape,
         table_width: int,
         mesh: Mesh | None = None,
-        kinds: tuple[Kind, ...] = ("prefill", "decode"),
-        moves_slots: bool = False,
-        moves_blocks: bool = False,
-        drafts: bool = False,
-        poisons: bool = False,
+        duties: RunnerDuties = STEPS_ALONE,
         options: SamplerOptions = NO_OPTIONS,
         features: Array | jax.ShapeDtypeStruct | None = None,
     ) -> None:
@@ -73,17 +65,7 @@ class Runner(DeviceState):
             features=features,
         )
         self._buckets = buckets
-        self._kinds = kinds
-        wanted: dict[StateOp, bool] = {
-            "read_slots": moves_slots,
-            "restore": moves_slots,
-            "read_blocks": moves_blocks,
-            "write_blocks": moves_blocks,
-            "draft": drafts,
-            "poison": poisons,
-            "write_adjustments": True,
-        }
-        self._wanted_ops = [op for op in wanted if wanted[op]]
+        self._duties = duties
 
     @property
     def compile_count(self) -> int:
@@ -95,8 +77,8 @@ class Runner(DeviceState):
         """Compiles every program ahead of time; nothing is run, so no state is left behind (K19)."""
         assert self._state is not None
         buckets = {"decode": self._buckets.decode, "prefill": self._buckets.prefill}
-        steps = [(kind, bucket) for kind in self._kinds for bucket in buckets[kind]]
-        self._programs.warm_up(steps, self._wanted_ops, self._params, self._state, progress=progress)
+        steps = [(kind, bucket) for kind in self._duties.kinds for bucket in buckets[kind]]
+        self._programs.warm_up(steps, self._duties.state_ops, self._params, self._state, progress=progress)
 
     def time_decode(self, bucket: Bucket, *, runs: int = 5) -> float:
         """Milliseconds that a decode program takes with all its rows in use: the median of some runs, on random tokens.

@@ -42,7 +42,7 @@ class SlotTable:
 
 
 def init_slot_table(shape: CacheShape, width: int, vocab_size: int, mesh: Mesh | None = None) -> SlotTable:
-    """All slots empty, block tables of `width` blocks; `shape.rollback` drafts each."""
+    """All slots empty, block tables of `width` blocks; `shape.num_drafts` drafts each."""
     placement = over_data(mesh)
 
     def filled(value: float, dtype: jax.typing.DTypeLike, *more: int) -> Array:
@@ -54,8 +54,8 @@ def init_slot_table(shape: CacheShape, width: int, vocab_size: int, mesh: Mesh |
         last_token=filled(0, jnp.int32),
         blocks=filled(shape.blocks, jnp.int32, width),
         sampling=init_slot_sampling(filled),
-        adjustments=init_adjustments(filled, vocab_size, 1 + shape.rollback),
-        drafts=init_slot_drafts(filled, shape.rollback, vocab_size) if shape.rollback else None,
+        adjustments=init_adjustments(filled, vocab_size, 1 + shape.num_drafts),
+        drafts=init_slot_drafts(filled, shape.num_drafts, vocab_size) if shape.num_drafts else None,
     )
 
 

@@ -130,7 +130,7 @@ def _read_decode(
 ) -> tuple[_DecodeInput, SlotTable]:
     """What the step is to compute, from the host's array and the slot table; and the table with the new blocks."""
     column, new_blocks, forced = unpack(
-        packed, DECODE_COLUMNS, blocks_per_decode(shape.tokens_per_block, shape.rollback)
+        packed, DECODE_COLUMNS, blocks_per_decode(shape.tokens_per_block, shape.num_drafts)
     )
     slots = column["slot"]
     blocks = grow_blocks(table.blocks, slots, column["first_new_block"], new_blocks)

@@ -1,19 +1,12 @@
-"""`EngineArgs`: names, defaults, derived sizes, refusals."""
+"""`EngineArgs`: names, defaults, refusals."""
 
 import dataclasses
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.args import EngineArgs, EngineLimits
-
-
-def limits(model_len: int = 1_048_576, **kwargs: object) -> EngineLimits:
-    fields = {field.name for field in dataclasses.fields(EngineArgs)}
-    args = EngineArgs(model="m", **{k: v for k, v in kwargs.items() if k in fields})  # type: ignore[arg-type]
-    return args.limits(model_len, **{k: v for k, v in kwargs.items() if k not in fields})  # type: ignore[arg-type]
+from deepinfer_jax.engine.args import EngineArgs
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:
@@ -44,56 +37,11 @@ def test_the_fields_are_deepinfers_in_its_order_then_ours() -> None:
     ]
 
 
-def test_the_longest_text_is_the_models_unless_memory_holds_less() -> None:
-    assert limits(64).max_model_len == 64
-    assert limits(1_048_576).max_model_len == 1_048_576
-    assert limits(1_048_576, max_len_in_memory=5000).max_model_len == 5000
-    assert limits(64, max_len_in_memory=5000).max_model_len == 64
-    assert limits(64, max_model_len=9).max_model_len == 9
-
-
-@pytest.mark.parametrize(
-    ("drafts", "overlapped", "runtime"), [(5, True, 4112), (5, False, 4106), (0, True, 4097), (0, False, 4096)]
-)
-def test_the_runtime_length_is_deepinfers(drafts: int, overlapped: bool, runtime: int) -> None:
-    """The vectors of DB §16."""
-    derived = limits(4096, num_drafts=drafts, zero_overhead_scheduling=overlapped, max_num_seqs=256)
-    assert derived.runtime_max_model_len == runtime
-
-
-def test_the_token_budget_follows_from_the_running_sequences() -> None:
-    assert limits(1_048_576).max_num_batched_tokens == 2048
-    assert limits(1_048_576, max_num_seqs=5000).max_num_batched_tokens == 5000
-    assert limits(1_048_576, max_num_seqs=500, num_drafts=5).max_num_batched_tokens == 3000
-    whole = limits(9000, chunked_prefill=False)
-    assert (whole.max_num_batched_tokens, whole.prompt_limit) == (9000, 9000)
-    assert limits(64, chunked_prefill=False).max_num_batched_tokens == 4096
-    assert limits(64, max_num_batched_tokens=256).max_num_batched_tokens == 256
-
-
-def test_each_data_index_has_its_share_of_slots_rounded_up() -> None:
-    derived = limits(100, data_parallel_size=3, max_num_seqs=7, tokens_per_block=16)
-    assert (derived.max_num_seqs, derived.seqs_per_index, derived.blocks_per_sequence) == (7, 3, 7)
-
-
 def test_sizes_left_to_the_engine_have_one_meaning() -> None:
     args = EngineArgs(model="m", data_parallel_size=0, tokens_per_block=-1)
     assert (args.data_parallel_size, args.tokens_per_block) == (1, 128)
     both = EngineArgs(model="m", data_parallel_size=2, expert_parallel_size=4, engram_parallel_size=8)
     assert both.num_devices == 8
-
-
-def test_a_context_beyond_the_models_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        limits(64, max_model_len=65)
-    assert "65 exceeds the model's max_position_embeddings 64" in caplog.text
-
-
-def test_a_budget_that_is_too_small_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(47\) must be .* = 8 × 6 = 48"):
-        limits(64, max_num_batched_tokens=47, max_num_seqs=8, num_drafts=5)
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(63\) .* max_model_len \(64\) when chunked_prefill"):
-        limits(64, max_num_batched_tokens=63, max_num_seqs=8, chunked_prefill=False)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import num_drafts
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.engine.resolution import resolve_num_drafts
 from tests.support.drafting import draft_twin, drafts
 from tests.support.toy import (
     DRAFT_BLOCK,
@@ -63,13 +63,13 @@ def verified(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
 def test_unless_asked_otherwise_an_engine_drafts_a_block_and_never_another_number_than_the_model_can() -> None:
     with drafts(None):
         assert toy_engine().limits.num_drafts == DRAFT_BLOCK
-        assert [num_drafts(block, EngineType.NORMAL) for block in (0, 3, 5, 8)] == [0, 3, 5, 5]
-        assert num_drafts(5, EngineType.PROMPT) == 0
+        assert [resolve_num_drafts(block, EngineType.NORMAL) for block in (0, 3, 5, 8)] == [0, 3, 5, 5]
+        assert resolve_num_drafts(5, EngineType.PROMPT) == 0
     for asked in (-1, 6):
         with drafts(asked), pytest.raises(ValueError, match=f"is {asked}, but the model drafts blocks of 5 tokens"):
             toy_engine()
     with drafts(1), pytest.raises(ValueError, match=r"is 1, but the model has no draft layers; set it to 0 … 0"):
-        num_drafts(0, EngineType.NORMAL)
+        resolve_num_drafts(0, EngineType.NORMAL)
 
 
 def test_greedy_tokens_are_those_without_drafts(engine: LLMEngine) -> None:

@@ -9,9 +9,9 @@ import pytest
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import zero_overhead_scheduling
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from deepinfer_jax.engine.resolution import zero_overhead_scheduling
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
 TABLE = make_table()

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_jax import LLM, SamplingParams, load_config
 from deepinfer_jax.engine.environ import env
-from deepinfer_jax.engine.loading import bounded_replay
+from deepinfer_jax.engine.resolution import bounded_replay
 from deepinfer_jax.model.bounded_replay import Replay
 from tests.support.real_model import generate, long_golden_a, requests
 from tests.support.toy import toy_engine
@@ -76,9 +76,9 @@ def test_tokens_do_not_depend_on_how_prompts_are_cut(folder: Path, replaying: Re
 
 def test_the_environment_says_how(folder: Path, replaying: Replaying) -> None:
     config = load_config(folder)
-    assert bounded_replay(config, drafts=0) is None
+    assert bounded_replay(config.text, num_drafts=0) is None
     with replaying("compact", 17):
-        assert bounded_replay(config, drafts=0) == Replay("compact", 17)
+        assert bounded_replay(config.text, num_drafts=0) == Replay("compact", 17)
 
 
 MODE, TOKENS = "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS"
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
 
 def test_prompt_log_probabilities_are_refused_and_harm_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine()
-    engine.limits = dataclasses.replace(engine.limits, keep_tokens=KEEP)
+    engine.limits = dataclasses.replace(engine.limits, replay=Replay("mask", KEEP))
     wants, free = SamplingParams(prompt_logprobs=True), SamplingParams(max_tokens=2)
     sentence = (
         "prompt_logprobs need the final states of the whole prompt, but with "

@@ -62,10 +62,10 @@ def test_moved_state_goes_on_as_if_it_had_stayed(precision: str, packed: bool) -
 
 
 @pytest.mark.parametrize(("precision", "packed"), [("dummy", True), ("float32_exact", True), REFERENCE])
-def test_a_state_has_the_same_bytes_for_any_rollback(precision: str, packed: bool) -> None:
+def test_a_state_has_the_same_bytes_for_any_number_of_drafts(precision: str, packed: bool) -> None:
     """So that it can go to an engine with other drafts."""
     for length in (1, 9, 40):
-        narrow, wide = (stepping(precision, packed, dataclasses.replace(SHAPE, rollback=size)) for size in (0, 5))
+        narrow, wide = (stepping(precision, packed, dataclasses.replace(SHAPE, num_drafts=size)) for size in (0, 5))
         for where in (narrow, wide):
             where.feed(0, OWN, 0, text()[:length], 16)
         np.testing.assert_array_equal(wide.state(0, length), narrow.state(0, length))
@@ -74,21 +74,21 @@ def test_a_state_has_the_same_bytes_for_any_rollback(precision: str, packed: boo
 
 
 ROLLBACKS = [
-    *(("dummy", rollback) for rollback in range(7)),
-    *(pytest.param("float32_exact", rollback, marks=pytest.mark.slow) for rollback in range(7)),
+    *(("dummy", num_drafts) for num_drafts in range(7)),
+    *(pytest.param("float32_exact", num_drafts, marks=pytest.mark.slow) for num_drafts in range(7)),
 ]
 
 
-@pytest.mark.parametrize(("precision", "rollback"), ROLLBACKS)
-def test_rejected_tokens_leave_nothing(precision: str, rollback: int) -> None:
-    """Steps that end in `rollback` tokens or fewer that are then taken back, against steps without them."""
-    shape = dataclasses.replace(SHAPE, rollback=rollback)
+@pytest.mark.parametrize(("precision", "num_drafts"), ROLLBACKS)
+def test_rejected_tokens_leave_nothing(precision: str, num_drafts: int) -> None:
+    """Steps that end in `num_drafts` tokens or fewer that are then taken back, against steps without them."""
+    shape = dataclasses.replace(SHAPE, num_drafts=num_drafts)
     plain, tried = stepping(precision, shape=shape), stepping(precision, shape=shape)
-    done = 5 + 3 * rollback
+    done = 5 + 3 * num_drafts
     for where in (plain, tried):
         where.feed(0, OWN, 0, text()[:done], 16)
-    for accepted in [*range(1, rollback + 2), 1, 1]:
-        own, junk = text()[done : done + accepted], text(2)[done : done + rollback + 1 - accepted]
+    for accepted in [*range(1, num_drafts + 2), 1, 1]:
+        own, junk = text()[done : done + accepted], text(2)[done : done + num_drafts + 1 - accepted]
         expected = plain.step(0, OWN, done, own, 7)
         found = tried.step(0, OWN, done, np.concatenate([own, junk]), 7)[:accepted]
         np.testing.assert_array_equal(found, expected)

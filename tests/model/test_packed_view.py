@@ -17,7 +17,7 @@ from tests.support.stepping import Stepping
 
 DATA, SEQUENCES, DRAFTS = 2, 2, 3
 ROWS = 6  # of a packed step, per dp rank: fewer than SEQUENCES * (1 + DRAFTS)
-SHAPE = CacheShape(data=DATA, slots=3, blocks=26, tokens_per_block=8, rollback=DRAFTS)
+SHAPE = CacheShape(data=DATA, slots=3, blocks=26, tokens_per_block=8, num_drafts=DRAFTS)
 WIDTH = 6
 TEXTS = np.random.default_rng(5).integers(3, 190, (DATA, SEQUENCES, 64)).astype(np.int32)
 SLOTS = np.asarray([[2, 0], [1, 2]], np.int32)

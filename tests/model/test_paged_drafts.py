@@ -55,7 +55,7 @@ def check(case: Case, row: int) -> None:
     config, params = model(case.folder, "float32_exact")
     block = config.text.dspark_block_size
     text_model = PagedModel(config, "float32_exact", KernelChoice())
-    shape = CacheShape(data=1, slots=5, blocks=13, tokens_per_block=16, rollback=block)
+    shape = CacheShape(data=1, slots=5, blocks=13, tokens_per_block=16, num_drafts=block)
     on = Stepping(text_model, params, shape)  # full of NaN where nothing was written
     tokens, start = case.tokens[row], case.prefill_length
     on.feed(SLOT, BLOCKS, 0, tokens[:start], CHUNK)

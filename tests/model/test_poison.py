@@ -25,8 +25,8 @@ CASES = [
     ("xla", "float32_exact", 3),
     ("triton", "float32_exact", 3),
     *(
-        pytest.param(kernels, precision, rollback, marks=pytest.mark.slow)
-        for kernels, precision, rollback in (
+        pytest.param(kernels, precision, num_drafts, marks=pytest.mark.slow)
+        for kernels, precision, num_drafts in (
             ("xla", "float32_exact", 0),
             ("invariant", "float32_exact", 0),
             ("xla", "float32", 3),
@@ -38,8 +38,8 @@ CASES = [
 ]
 
 
-def stepping(kernels: str, precision: str, rollback: int, *, clean: bool = False) -> Stepping:
-    shape = CacheShape(data=1, slots=3, blocks=20, tokens_per_block=8, rollback=rollback)
+def stepping(kernels: str, precision: str, num_drafts: int, *, clean: bool = False) -> Stepping:
+    shape = CacheShape(data=1, slots=3, blocks=20, tokens_per_block=8, num_drafts=num_drafts)
     model = PagedModel(small_config(), precision, KERNELS[kernels])  # type: ignore[arg-type]
     params = small_params(precision)
     params = dataclasses.replace(params, embed=params.embed.at[BAD].set(np.nan))
@@ -55,19 +55,19 @@ def answers(where: Stepping, slot: int, blocks: list[int]) -> np.ndarray:
     return np.concatenate(parts).astype(np.float32)
 
 
-@pytest.mark.parametrize(("kernels", "precision", "rollback"), CASES)
-def test_poisoned_pools_give_the_bits_of_empty_ones(kernels: str, precision: str, rollback: int) -> None:
+@pytest.mark.parametrize(("kernels", "precision", "num_drafts"), CASES)
+def test_poisoned_pools_give_the_bits_of_empty_ones(kernels: str, precision: str, num_drafts: int) -> None:
     clean, poisoned = (
-        answers(stepping(kernels, precision, rollback, clean=clean), 1, BLOCKS) for clean in (True, False)
+        answers(stepping(kernels, precision, num_drafts, clean=clean), 1, BLOCKS) for clean in (True, False)
     )
     assert np.isfinite(clean).all()
     np.testing.assert_array_equal(poisoned, clean)
 
 
-@pytest.mark.parametrize(("kernels", "precision", "rollback"), CASES)
-def test_a_sequence_of_nan_infects_no_later_owner(kernels: str, precision: str, rollback: int) -> None:
-    fresh = answers(stepping(kernels, precision, rollback, clean=True), 1, BLOCKS)
-    where = stepping(kernels, precision, rollback, clean=True)
+@pytest.mark.parametrize(("kernels", "precision", "num_drafts"), CASES)
+def test_a_sequence_of_nan_infects_no_later_owner(kernels: str, precision: str, num_drafts: int) -> None:
+    fresh = answers(stepping(kernels, precision, num_drafts, clean=True), 1, BLOCKS)
+    where = stepping(kernels, precision, num_drafts, clean=True)
     bad = np.full(60, BAD, np.int32)
     assert np.isnan(where.feed(1, BLOCKS, 0, bad[:59], 16).astype(np.float32)).all()
     assert np.isnan(where.feed(1, BLOCKS, 59, bad[59:], 1).astype(np.float32)).all()

@@ -36,7 +36,7 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 )
 def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: Replay | None) -> None:
     model = PagedModel(small_config(), "reference", KernelChoice(), replay=replay)
-    shape = dataclasses.replace(SHAPE, rollback=num_drafts)
+    shape = dataclasses.replace(SHAPE, num_drafts=num_drafts)
     program, arguments = step_program(model, kind, shape, bucket, "cpu", feature_rows=13 if kind == "prefill" else 0)
     compiled = jax.jit(program, donate_argnums=1).lower(*arguments).compile().as_text()
     # A ring: 11 slots of 16 keys of 64 channels.
@@ -54,7 +54,7 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: 
 @pytest.mark.parametrize("move", get_args(StateOp))
 def test_no_move_copies_a_pool(move: StateOp, packed: bool, precision: Precision) -> None:
     model = PagedModel(small_config(), precision, KernelChoice(), packed=packed)
-    shape, width = dataclasses.replace(SHAPE, rollback=3), 8
+    shape, width = dataclasses.replace(SHAPE, num_drafts=3), 8
     cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
     state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width, model.vocab_size)))
     params = jax.eval_shape(lambda: small_params.__wrapped__(precision))  # a cached call would keep tracers

@@ -8,6 +8,7 @@ from deepinfer_jax.scheduler import (
     BucketTable,
     DecodeStep,
     DraftPolicy,
+    Limits,
     PrefillStep,
     Scheduler,
     Sequence,
@@ -25,17 +26,17 @@ def make_policy(full_ms: float = 18.0, data: int = 1) -> DraftPolicy:
 
 
 def make_scheduler(policy: DraftPolicy | None, sequences: int, data: int = 1) -> Scheduler:
-    scheduler = Scheduler(
-        buckets=BUCKETS,
+    limits = Limits(
         data_parallel_size=data,
         max_num_seqs=4 * data,
         max_model_len=64,
+        prompt_limit=64,
         max_num_batched_tokens=16 * data,
         num_blocks=32,
         tokens_per_block=8,
         num_drafts=3,
-        verification=policy,
     )
+    scheduler = Scheduler(limits, BUCKETS, policy)
     for i in range(sequences):
         scheduler.add_sequence(Sequence(i, str(i), np.arange(4, dtype=np.int32), 40, 1, 64))
     return scheduler

@@ -138,7 +138,7 @@ def test_decode_rows_are_taken_off_the_token_budget() -> None:
 
 def test_without_chunked_prefill_prompts_run_whole_and_in_order() -> None:
     twin = Twin(make_scheduler(chunked_prefill=False, max_prefill_tokens=24, max_num_batched_tokens=24))
-    assert twin.scheduler.prompt_limit == 24
+    assert twin.scheduler.limits.prompt_limit == 24
     for seq_id, prompt_len in enumerate((24, 24, 1, 25)):
         twin.add(endless(seq_id, prompt_len))
     plans = [twin.step() for _ in range(3)]

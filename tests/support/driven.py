@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from deepinfer_jax.cache.pools import CacheShape
+from deepinfer_jax.runtime.duties import RunnerDuties
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
@@ -64,9 +65,7 @@ class Driven:
             shape=self.shape,
             table_width=PREFILL.width,
             mesh=mesh,
-            moves_slots=True,
-            moves_blocks=True,
-            poisons=True,
+            duties=RunnerDuties(moves_slots=True, moves_blocks=True, poisons=True),
         )
         self.runner.warm_up()
 

@@ -8,6 +8,7 @@ from deepinfer_jax.scheduler import (
     BucketTable,
     DecodeStep,
     Imported,
+    Limits,
     PrefillStep,
     Scheduler,
     Sequence,
@@ -15,6 +16,7 @@ from deepinfer_jax.scheduler import (
     StepPlan,
     blocks_for,
     bucket_table,
+    slots_for,
 )
 from tests.support.scheduler_twin_device import Device, State, next_token
 
@@ -78,7 +80,7 @@ def make_scheduler(
 ) -> Scheduler:
     """A small scheduler with the programs that its limits ask for."""
     buckets = buckets or bucket_table(
-        max_num_seqs=-(-max_num_seqs // data_parallel_size),
+        max_num_seqs=slots_for(max_num_seqs, data_parallel_size),
         num_drafts=num_drafts,
         max_prefill_tokens=max_prefill_tokens,
         max_chunk=max_prefill_tokens,
@@ -86,11 +88,12 @@ def make_scheduler(
         max_programs=max_programs,
         chunked_prefill=chunked_prefill,
     )
-    return Scheduler(
-        buckets=buckets,
+    longest = max(time for _, time in buckets.prefill_shapes)
+    limits = Limits(
         data_parallel_size=data_parallel_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        prompt_limit=max_model_len if chunked_prefill else min(max_model_len, longest),
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -101,6 +104,7 @@ def make_scheduler(
         snapshot_budget=snapshot_budget,
         decodes=decodes,
     )
+    return Scheduler(limits, buckets)
 
 
 class Twin:
@@ -289,7 +293,7 @@ class Twin:
             for step in (plan.prefill, plan.decode):
                 if step and sequence in step.sequences and sequence not in step.dropped:
                     if isinstance(step, DecodeStep):
-                        most.append(self.scheduler.lookahead)
+                        most.append(1 + self.scheduler.num_drafts)
                     elif step.samples[step.sequences.index(sequence)]:
                         most.append(1)
         return most
@@ -310,8 +314,8 @@ class Twin:
             per_index = np.zeros(scheduler.data_parallel_size, int)
             np.add.at(per_index, plan.prefill.dp_rank, plan.prefill.num_new_tokens)
             if plan.decode:
-                np.add.at(per_index, plan.decode.dp_rank, scheduler.lookahead)
-            if scheduler.chunked_prefill:
+                np.add.at(per_index, plan.decode.dp_rank, 1 + scheduler.num_drafts)
+            if scheduler.limits.chunked_prefill:
                 assert (per_index <= scheduler.max_num_batched_tokens).all()
 
     def _check_blocks(self, plan: StepPlan, steps: list[PrefillStep | DecodeStep]) -> None:

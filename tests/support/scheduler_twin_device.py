@@ -115,7 +115,7 @@ class Device:
         rows = [run_row(step, index) for index in range(len(step.sequences))]  # type: ignore[arg-type]
         states = [self._captured(step, index) for index in step.captures]
         self.kept += states
-        width = 1 if isinstance(step, PrefillStep) else self.scheduler.lookahead
+        width = 1 if isinstance(step, PrefillStep) else 1 + self.scheduler.num_drafts
         tokens = np.full((len(rows), width), GARBAGE, np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
@@ -179,11 +179,11 @@ class Device:
         sequence, slot = step.sequences[index], self._slot(step, index)
         known, computed = slot.text, len(slot.text) - 1
         if computed >= sequence.max_cached_tokens:  # surely finished; the host does not know yet
-            return [GARBAGE] * self.scheduler.lookahead
+            return [GARBAGE] * (1 + self.scheduler.num_drafts)
         if computed:
             assert self._read(step, index, slot, computed) == known[:computed], "a row reads its own tokens"
         accepted = [next_token(known)]
-        for _ in range(self.random.randrange(self.scheduler.lookahead)):
+        for _ in range(self.random.randrange(1 + self.scheduler.num_drafts)):
             accepted.append(next_token(known + accepted))
         drafts = (accepted[:-1] + [GARBAGE] * self.scheduler.num_drafts)[: self.scheduler.num_drafts]
         self._write(sequence, slot, computed, [known[-1], *drafts])

@@ -19,28 +19,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinfer_jax.cache.pools import CacheShape, StateSpec
+from deepinfer_jax.cache.pools import StateSpec
 from deepinfer_jax.engine.args import EngineArgs
-from deepinfer_jax.engine.drafts.scheduled_verification import confidence_temperatures
 from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.handover.sequence_state import StateIdentity, state_layout
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import (
-    EngineParts,
-    engine_devices,
-    engine_mesh,
-    num_drafts,
-    pool_blocks,
-    prefix_caching,
-    runner_duties,
-    step_buckets,
-    zero_overhead_scheduling,
-)
+from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts, engine_devices, engine_mesh, engine_runner
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from deepinfer_jax.engine.sampler_options import sampler_options
+from deepinfer_jax.engine.resolution import resolve_config
 from deepinfer_jax.runtime.paged_model import Advanced, Drafted, Pick, StepBatch, StepModel
-from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.sampling import plain_rows, sample
 
 VOCAB = 64
@@ -237,43 +225,21 @@ _sample = jax.jit(sample)
 
 def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> EngineParts:
     """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
-    limits = args.limits(
-        MAX_POSITIONS,
-        num_drafts=num_drafts(DRAFT_BLOCK, args.engine_type),
-        zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
+    config = resolve_config(
+        args,
+        vocab_size=VOCAB,
+        max_position_embeddings=MAX_POSITIONS,
+        draft_block=DRAFT_BLOCK,
+        most_prefill_tokens=4 * chunk,
+        num_blocks=args.num_kv_blocks,
     )
-    temperatures = confidence_temperatures(limits.num_drafts)
-    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
-    blocks = pool_blocks(limits, args.num_kv_blocks)
-    shape = CacheShape(
-        limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block, limits.num_drafts
-    )
+    buckets = config.buckets(3)
     mesh = engine_mesh(args, engine_devices(args))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    runner = Runner(
-        model,
-        jax.device_put(make_table(), everywhere),
-        buckets=buckets,
-        shape=shape,
-        table_width=limits.blocks_per_sequence,
-        mesh=mesh,
-        options=sampler_options(VOCAB, temperatures),
-        **runner_duties(args, limits),
-    )
-    declared = model.state(limits.tokens_per_block)
-    return EngineParts(
-        ToyTokenizer(),
-        VOCAB,
-        IMAGE,
-        limits,
-        buckets,
-        blocks,
-        runner,
-        prefix_caching(args, limits),
-        StateIdentity("toy", "toy", "exact", limits.tokens_per_block, state_layout(declared)),
-        temperatures=temperatures,
-        key="toy",
-    )
+    runner = engine_runner(config, model, jax.device_put(make_table(), everywhere), buckets, mesh)
+    declared = model.state(config.tokens_per_block)
+    identity = StateIdentity("toy", "toy", "exact", config.tokens_per_block, state_layout(declared))
+    return EngineParts(config, TokenParts(ToyTokenizer(), IMAGE), ModelParts(buckets, runner, identity, key="toy"))
 
 
 def use_toy(*, chunk: int = 8, model: StepModel = TOY) -> AbstractContextManager[Any]:

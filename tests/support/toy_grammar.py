@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.loading import TokenParts
 from deepinfer_jax.structured import (
     GrammarVocabulary,
     Matcher,
@@ -70,7 +71,7 @@ VOCABULARY = vocabulary()
 
 
 def grammar_parts(args: EngineArgs) -> Any:
-    return dataclasses.replace(toy_parts(args), tokenizer=TOKENIZER)
+    return dataclasses.replace(toy_parts(args), tokens=TokenParts(TOKENIZER, IMAGE))
 
 
 def grammar_engine(*, overlap: bool = True, **kwargs: Any) -> LLMEngine:

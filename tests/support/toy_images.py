@@ -11,7 +11,7 @@ import numpy as np
 
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.loading import EngineParts
+from deepinfer_jax.engine.loading import EngineParts, TokenParts
 from deepinfer_jax.tokenization import MultimodalProcessor
 from tests.support.toy import IMAGE, VOCAB, ToyTokenizer, toy_parts
 
@@ -63,7 +63,7 @@ def image_parts(args: EngineArgs, tokenizer: Any = None) -> EngineParts:
     processor = HeldProcessor(
         RULES, names, image_token_id=IMAGE, vocab_size=VOCAB, on_image_mismatch=args.on_image_mismatch
     )
-    return dataclasses.replace(toy_parts(args), tokenizer=tokenizer, processor=processor)
+    return dataclasses.replace(toy_parts(args), tokens=TokenParts(tokenizer, IMAGE, processor))
 
 
 def image_engine(*, tokenizer: Any = None, **kwargs: Any) -> LLMEngine:

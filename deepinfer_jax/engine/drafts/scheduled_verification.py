@@ -1,45 +1,20 @@
-"""Confidence-scheduled verification in the engine: temperatures, and how long steps take (DB §6.5)."""
+"""Confidence-scheduled verification in the engine: its policy, and how long steps take (DB §6.5)."""
 
 import math
 
 import jax
 
+from deepinfer_jax.engine.config import EngineConfig
 from deepinfer_jax.engine.drafts.step_times import decode_times
-from deepinfer_jax.engine.environ import env
 from deepinfer_jax.engine.launch import Launched
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import BucketTable, DecodeStep, DraftPolicy, StepTimes
 
-_NAME = "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE"
-_COLDEST = 1e-5
 _SHORTEST_WAIT = 1e-4
 """Seconds; a result that was there sooner may have been there for long."""
 
 
-def confidence_temperatures(num_drafts: int) -> tuple[float, ...]:
-    """DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE, one for each draft, at least 1e-5.
-
-    Raises ValueError, starting with the variable's name, for a value that cannot be.
-    """
-    text = env.DFLASH_CONFIDENCE_HEAD_TEMPERATURE
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < math.inf for value in values):
-        raise ValueError(f"{_NAME} is {text!r}; expected a positive number, or a comma list of one for each draft")
-    if len(values) == 1:
-        values *= num_drafts
-    if num_drafts and len(values) != num_drafts:
-        raise ValueError(
-            f"{_NAME} is {text!r}, {len(values)} temperatures, but {num_drafts} tokens are drafted per step"
-        )
-    return tuple(max(value, _COLDEST) for value in values)
-
-
-def draft_policy(
-    runner: Runner, buckets: BucketTable, temperatures: tuple[float, ...], data_parallel_size: int, key: str
-) -> DraftPolicy:
+def draft_policy(runner: Runner, buckets: BucketTable, config: EngineConfig, key: str) -> DraftPolicy:
     """The policy of an engine whose programs are compiled; they are measured unless an earlier engine did it.
 
     key: names all that times depend on beside the programs' shapes and the version of jax.
@@ -48,11 +23,13 @@ def draft_policy(
         buckets.decode,
         runner.time_decode,
         key=f"{key} jax {jax.__version__}",
-        directory=env.DECODE_PERF_CACHE_DIR,
-        ttl=env.DECODE_PERF_CACHE_TTL_SEC,
+        directory=config.decode_times.directory,
+        ttl=config.decode_times.ttl,
     )
     return DraftPolicy(
-        StepTimes({bucket: (bucket.tokens, ms) for bucket, ms in times.items()}), temperatures, data_parallel_size
+        StepTimes({bucket: (bucket.tokens, ms) for bucket, ms in times.items()}),
+        config.confidence_temperatures,
+        config.data_parallel_size,
     )
 
 

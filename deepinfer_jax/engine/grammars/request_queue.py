@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.config import GrammarLimits
 from deepinfer_jax.engine.grammars.constraint import Constraint
 from deepinfer_jax.engine.requests.columns import slot_places
 from deepinfer_jax.engine.requests.request import mark_ready
@@ -37,20 +37,17 @@ class GrammarRequestQueue:
         tokenizer: of the engine.
         vocab_size: width of the logits.
         num_rows: most rows of a sequence in a step.
+        limits: of the threads that compile grammars.
         fail: called for a sequence whose grammar failed; it must end it.
-
-    Raises ValueError for an environment variable with which no grammar would ever be ready.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, num_rows: int, fail: Fail) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, num_rows: int, limits: GrammarLimits, fail: Fail) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._shape = (num_rows, -(-vocab_size // 32))
+        self._limits = limits
         self._fail = fail
         self._pool: GrammarPool | None = None
-        for name in ("SO_BUILDER_CPUS", "XGRAMMAR_TIMEOUT"):
-            if (value := getattr(env, name)) < 1:
-                raise ValueError(f"DEEPINFER_{name} is {value}; it must be at least 1")
         self._pending: dict[Sequence, PendingGrammar] = {}
         self._in_use = False
 
@@ -117,13 +114,11 @@ class GrammarRequestQueue:
             self._pool.close()
 
     def _make_pool(self) -> GrammarPool:
-        limit = env.XGRAMMAR_CACHE_LIMIT_BYTES
-        cache_bytes = 0 if env.XGRAMMAR_DISABLE_CACHE else limit if limit > 0 else None
         return GrammarPool(
             lambda: grammar_vocabulary(self._tokenizer, self._vocab_size, self._tokenizer.eos_token_id),
-            num_threads=env.SO_BUILDER_CPUS,
-            timeout=env.XGRAMMAR_TIMEOUT,
-            cache_bytes=cache_bytes,
+            num_threads=self._limits.num_threads,
+            timeout=self._limits.timeout,
+            cache_bytes=self._limits.cache_bytes,
         )
 
 

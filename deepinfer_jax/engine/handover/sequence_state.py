@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from deepinfer_jax.config.model_config import ModelConfig
-from deepinfer_jax.engine.args import EngineLimits
+from deepinfer_jax.engine.config import EngineConfig
 from deepinfer_jax.engine.handover.images import described_images, image_prompt, joined_pixels
 from deepinfer_jax.engine.requests.columns import slot_places
 from deepinfer_jax.runtime.runner import Runner
@@ -173,12 +173,12 @@ def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, 
     )
 
 
-def check_state(state: SequenceState, runner: Runner, limits: EngineLimits, max_tokens: int) -> None:
-    """Raises ValueError for a state that is not whole, or from which an engine of these limits has nowhere to go."""
+def check_state(state: SequenceState, runner: Runner, config: EngineConfig, max_tokens: int) -> None:
+    """Raises ValueError for a state that is not whole, or from which this engine has nowhere to go."""
     prompt_len, output_len = len(state.prompt_token_ids), len(state.output_token_ids)
     wanted = {
         "output_token_ids": (max(output_len, 1),),
-        "blocks": (blocks_for(prompt_len + output_len - 1, limits.tokens_per_block), runner.block_bytes),
+        "blocks": (blocks_for(prompt_len + output_len - 1, config.tokens_per_block), runner.block_bytes),
         "slot": (runner.slot_bytes,),
     }
     found = {name: getattr(state, name).shape for name in wanted}
@@ -189,10 +189,10 @@ def check_state(state: SequenceState, runner: Runner, limits: EngineLimits, max_
         )
     if state.image_prompt is not None and not np.array_equal(state.image_prompt.token_ids, state.prompt_token_ids):
         raise ValueError(f"request {state.request_id}: the state is not whole: its images belong to another prompt")
-    if output_len >= min(max_tokens, limits.max_model_len + 1 - prompt_len):
+    if output_len >= min(max_tokens, config.max_model_len + 1 - prompt_len):
         raise ValueError(
             f"request {state.request_id}: nothing is left to generate: it has {prompt_len} prompt and {output_len} "
-            f"output tokens, max_tokens is {max_tokens}, and this engine's max_model_len {limits.max_model_len}"
+            f"output tokens, max_tokens is {max_tokens}, and this engine's max_model_len {config.max_model_len}"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.requests.request import Request
-from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
+from deepinfer_jax.model.embedding import PLACE_OF, ROLE_OF, TEXT_PLACE
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder
 from deepinfer_jax.scheduler import PrefillStep
 from deepinfer_jax.tokenization import ImageInput, ImageLayout, ImagePrompt, TokenType
@@ -152,13 +152,12 @@ def _structure(layout: ImageLayout) -> Rows:
 
     Nobody may write to it.
     """
-    roles = layout.roles()
-    is_feature = roles == TokenType.IMAGE
-    places = np.where(is_feature, np.cumsum(is_feature, dtype=np.int32) - 1, roles)
-    places[roles == TokenType.IMAGE_START] = START_PLACE
-    places[roles == TokenType.IMAGE_NEW_LINE] = NEWLINE_PLACE
-    places[roles == TokenType.IMAGE_END] = END_PLACE
-    return places.astype(np.int32)
+    kinds = layout.roles()
+    places = np.cumsum(kinds == TokenType.IMAGE, dtype=np.int32) - 1
+    for kind, role in ROLE_OF.items():
+        if role in PLACE_OF:
+            places[kinds == kind] = PLACE_OF[role]
+    return places
 
 
 def _num_features(layout: ImageLayout) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_jax.engine.environ import env
+from deepinfer_jax.engine.config import ImageLimits
 from deepinfer_jax.engine.images.workers import ImageWorkers, PendingImages
 from deepinfer_jax.scheduler import ImageContent, Sequence, SequenceStatus
 from deepinfer_jax.tokenization import ImageError, ImagePrompt, MultimodalProcessor, images_of
@@ -22,7 +22,6 @@ Place = Callable[[Sequence, ImagePrompt], None]
 Fail = Callable[[Sequence, str, SequenceStatus], None]
 """Ends a sequence for a reason, in a status."""
 
-_GB = 1 << 30
 _POLL = 0.1
 """Seconds between two looks at whether a thread hangs."""
 
@@ -32,13 +31,12 @@ class ImageRequestQueue:
 
     Arguments:
         processor: of the model; None: it has no vision tower.
+        limits: of the threads that open images.
         place: called for a sequence whose images are opened.
         fail: called for a sequence whose images cannot be used; it must end it.
-
-    Raises ValueError for an environment variable with which no image would ever be opened.
     """
 
-    def __init__(self, processor: MultimodalProcessor | None, place: Place, fail: Fail) -> None:
+    def __init__(self, processor: MultimodalProcessor | None, limits: ImageLimits, place: Place, fail: Fail) -> None:
         self._processor = processor
         self._place = place
         self._fail = fail
@@ -46,7 +44,13 @@ class ImageRequestQueue:
         self._ready: dict[Sequence, PendingImages] = {}  # opened, for sequences that have not started
         self._workers: ImageWorkers | None = None
         if processor is not None:
-            self._workers = _make_workers(processor)
+            self._workers = ImageWorkers(
+                processor.overwrite_prompt,
+                num_threads=limits.num_threads,
+                max_bytes=limits.max_bytes,
+                max_requests=limits.max_requests,
+                timeout=limits.timeout,
+            )
 
     @property
     def pending(self) -> Set[Sequence]:
@@ -157,16 +161,3 @@ class ImageRequestQueue:
 def image_contents(prompt: ImagePrompt) -> tuple[ImageContent, ...]:
     """What the scheduler knows of a prompt's images."""
     return tuple(ImageContent(own.start, own.stop, own.image.digest) for own in prompt.images)
-
-
-def _make_workers(processor: MultimodalProcessor) -> ImageWorkers:
-    for name in ("MULTI_MODAL_CPUS", "MULTI_MODAL_BUFFER_SIZE", "MULTIMODAL_POOL_SIZE_GB"):
-        if (value := getattr(env, name)) < 1:
-            raise ValueError(f"DEEPINFER_{name} is {value}; it must be at least 1")
-    return ImageWorkers(
-        processor.overwrite_prompt,
-        num_threads=env.MULTI_MODAL_CPUS,
-        max_bytes=env.MULTIMODAL_POOL_SIZE_GB * _GB,
-        max_requests=env.MULTI_MODAL_BUFFER_SIZE,
-        timeout=env.MULTI_MODAL_WORKER_TIMEOUT,
-    )
