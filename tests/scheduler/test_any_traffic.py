@@ -89,7 +89,7 @@ class AnyTraffic(RuleBasedStateMachine):
     @rule(word=st.integers(0, 1), num_words=st.integers(1, 20), num_outputs=st.integers(1, 4))
     def add_an_imported_one(self, word: int, num_words: int, num_outputs: int) -> None:
         sequence = self._sequence([word] * num_words, max_tokens=num_outputs + 8)
-        self.twin.add(imported(sequence, num_outputs, self.twin.scheduler.tokens_per_block))
+        self.twin.add(imported(sequence, num_outputs, self.twin.scheduler.limits.tokens_per_block))
 
     def _sequence(self, prompt: list[int], max_tokens: int) -> Sequence:
         number = len(self.twin.sequences)

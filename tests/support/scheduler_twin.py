@@ -227,7 +227,7 @@ class Twin:
         """Its state, after which the scheduler lets go of it."""
         count = len(sequence) - 1
         text = self.device.slots[sequence.dp_rank][sequence.state_id].text
-        table = sequence.block_table[: blocks_for(count, self.scheduler.tokens_per_block)]
+        table = sequence.block_table[: blocks_for(count, self.scheduler.limits.tokens_per_block)]
         blocks = [self.device.block(sequence.dp_rank, block) for block in table]
         self.scheduler.hand_over(sequence)
         self.handed_over.add(sequence)
@@ -246,27 +246,27 @@ class Twin:
                 continue
             assert s not in self.handed_over
             assert not s.status.finished
-            assert len(s.block_table) * scheduler.tokens_per_block >= min(s.num_tokens, s.max_cached_tokens)
+            assert len(s.block_table) * scheduler.limits.tokens_per_block >= min(s.num_tokens, s.max_cached_tokens)
             if s.status == SequenceStatus.RUNNING:
                 in_flight = self._in_flight(s)
                 assert s.total_inflight_tokens == sum(in_flight) and s.num_tokens == len(s) - 1 + sum(in_flight)
                 assert s.num_inflight_steps == len(in_flight)
             text = s.prompt_token_ids.tolist() + s.output_token_ids
             for number, block in enumerate(s.block_table):
-                beginning = text[: (number + 1) * scheduler.tokens_per_block]
+                beginning = text[: (number + 1) * scheduler.limits.tokens_per_block]
                 assert owners.setdefault((s.dp_rank, block), (number, beginning)) == (number, beginning), "two owners"
             slots.append((s.dp_rank, s.state_id))
             for index, block, key in s.published:
                 if scheduler._residents.blocks[index].match(key) == block:
-                    start = s.block_keys.index(key) * scheduler.tokens_per_block
-                    tokens = text[start : start + scheduler.tokens_per_block]
+                    start = s.block_keys.index(key) * scheduler.limits.tokens_per_block
+                    tokens = text[start : start + scheduler.limits.tokens_per_block]
                     assert self.device.block(index, block) == tokens, "a block can be found that is not written"
         assert len(set(slots)) == len(slots), "two owners"
-        assert all(0 <= block < scheduler.num_blocks for _, block in owners)
+        assert all(0 <= block < scheduler.limits.num_blocks for _, block in owners)
         assert scheduler.free_blocks == scheduler.total_blocks - len(owners)
         assert scheduler.snapshots.used <= scheduler.snapshots.budget
         assert scheduler.free_slots == scheduler.total_slots - len(slots)
-        assert scheduler.num_running == len(slots) <= scheduler.max_num_seqs
+        assert scheduler.num_running == len(slots) <= scheduler.limits.max_num_seqs
         waiting = [s for s in self.sequences if not s.status.finished and s.state_id < 0 and s not in self.handed_over]
         assert scheduler.num_waiting == len(waiting)
 
@@ -293,7 +293,7 @@ class Twin:
             for step in (plan.prefill, plan.decode):
                 if step and sequence in step.sequences and sequence not in step.dropped:
                     if isinstance(step, DecodeStep):
-                        most.append(1 + self.scheduler.num_drafts)
+                        most.append(1 + self.scheduler.limits.num_drafts)
                     elif step.samples[step.sequences.index(sequence)]:
                         most.append(1)
         return most
@@ -314,9 +314,9 @@ class Twin:
             per_index = np.zeros(scheduler.data_parallel_size, int)
             np.add.at(per_index, plan.prefill.dp_rank, plan.prefill.num_new_tokens)
             if plan.decode:
-                np.add.at(per_index, plan.decode.dp_rank, 1 + scheduler.num_drafts)
+                np.add.at(per_index, plan.decode.dp_rank, 1 + scheduler.limits.num_drafts)
             if scheduler.limits.chunked_prefill:
-                assert (per_index <= scheduler.max_num_batched_tokens).all()
+                assert (per_index <= scheduler.limits.max_num_batched_tokens).all()
 
     def _check_blocks(self, plan: StepPlan, steps: list[PrefillStep | DecodeStep]) -> None:
         """Who gets blocks gets them alone, and what is discarded can be matched by nobody."""

@@ -53,7 +53,7 @@ class Device:
 
     def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
         self.scheduler = scheduler
-        self.tokens_per_block = scheduler.tokens_per_block
+        self.tokens_per_block = scheduler.limits.tokens_per_block
         size = scheduler.total_slots // scheduler.data_parallel_size
         self.slots = [[Slot() for _ in range(size)] for _ in range(scheduler.data_parallel_size)]
         self.memory: dict[tuple[int, int, int], int] = {}  # (dp rank, block, offset) -> token
@@ -115,7 +115,7 @@ class Device:
         rows = [run_row(step, index) for index in range(len(step.sequences))]  # type: ignore[arg-type]
         states = [self._captured(step, index) for index in step.captures]
         self.kept += states
-        width = 1 if isinstance(step, PrefillStep) else 1 + self.scheduler.num_drafts
+        width = 1 if isinstance(step, PrefillStep) else 1 + self.scheduler.limits.num_drafts
         tokens = np.full((len(rows), width), GARBAGE, np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
@@ -179,13 +179,13 @@ class Device:
         sequence, slot = step.sequences[index], self._slot(step, index)
         known, computed = slot.text, len(slot.text) - 1
         if computed >= sequence.max_cached_tokens:  # surely finished; the host does not know yet
-            return [GARBAGE] * (1 + self.scheduler.num_drafts)
+            return [GARBAGE] * (1 + self.scheduler.limits.num_drafts)
         if computed:
             assert self._read(step, index, slot, computed) == known[:computed], "a row reads its own tokens"
         accepted = [next_token(known)]
-        for _ in range(self.random.randrange(1 + self.scheduler.num_drafts)):
+        for _ in range(self.random.randrange(1 + self.scheduler.limits.num_drafts)):
             accepted.append(next_token(known + accepted))
-        drafts = (accepted[:-1] + [GARBAGE] * self.scheduler.num_drafts)[: self.scheduler.num_drafts]
+        drafts = (accepted[:-1] + [GARBAGE] * self.scheduler.limits.num_drafts)[: self.scheduler.limits.num_drafts]
         self._write(sequence, slot, computed, [known[-1], *drafts])
         last_needed = min(computed + len(accepted), sequence.max_cached_tokens)
         assert self._read(step, index, slot, last_needed) == (known + accepted)[:last_needed]
