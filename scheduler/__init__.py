@@ -9,6 +9,7 @@ from .block_manager import Allocation, BlockManager
 from .buckets import Bucket, BucketTable, bucket_table
 from .draft_budget import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 from .draft_policy import DraftPolicy
+from .limits import Limits
 from .plan import DecodeStep, PrefillStep, Restore, StepPlan, blocks_for, blocks_per_decode
 from .scheduler import Scheduler
 from .sequence import FINISH_REASONS, ImageContent, Imported, Sequence, SequenceStatus
@@ -24,6 +25,7 @@ __all__ = [
     "DraftPolicy",
     "ImageContent",
     "Imported",
+    "Limits",
     "PrefillStep",
     "Restore",
     "RowBudget",

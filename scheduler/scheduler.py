@@ -22,7 +22,7 @@ from .sequence import Sequence, SequenceStatus
 from .snapshots import SnapshotStore
 
 
-class Scheduler:
+class Scheduler[R]:
     """Continuous batching over paged caches: one block pool and one set of slots per dp rank.
 
     Every plan holds a decode step of all sequences whose prompt is computed and a prefill step of the next chunks
@@ -81,6 +81,9 @@ class Scheduler:
         snapshot_budget: bytes of host memory for the slot states that this needs.
         decodes: False: sequences whose prompt is computed are held, for `hand_over`.
         verification: chooses how many drafts a decode step verifies; None: all of them.
+
+    Attributes:
+        limits: what decides whether a request can run at all.
     """
 
     def __init__(
@@ -117,10 +120,10 @@ class Scheduler:
         longest = max(time for _, time in buckets.prefill_shapes)
         self.prompt_limit = max_model_len if chunked_prefill else min(max_model_len, longest)
         num_slots = -(-max_num_seqs // data_parallel_size)
-        self._limits = Limits(max_model_len, self.prompt_limit, num_blocks, tokens_per_block, decodes)
+        self.limits = Limits(max_model_len, self.prompt_limit, num_blocks, tokens_per_block, decodes)
         check_sizes(
             buckets,
-            self._limits,
+            self.limits,
             max_num_seqs=max_num_seqs,
             num_slots=num_slots,
             lookahead=self.lookahead,
@@ -141,10 +144,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_slots = num_slots
         self._num_arrived = 0
-        self._waiting: list[Sequence] = []  # in order of arrival; all others that are unfinished are holders
+        self._waiting: list[Sequence[R]] = []  # in order of arrival; all others that are unfinished are holders
         self.reset()
 
-    def reset(self) -> frozenset[Sequence]:
+    def reset(self) -> frozenset[Sequence[R]]:
         """Forgets every plan, all cached state, and every sequence but those that wait for a slot; all pools are full.
 
         For a step that broke, also in the middle of `schedule` or `update`: nothing that it may have left half done
@@ -200,23 +203,27 @@ class Scheduler:
 
     def refusal(self, prompt_len: int, max_tokens: int, *, imported: bool = False) -> str | None:
         """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
-        return self._limits.refusal(prompt_len, max_tokens, imported=imported)
+        return self.limits.refusal(prompt_len, max_tokens, imported=imported)
 
-    def add_sequence(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence[R]) -> str | None:
         """Queues a sequence. One that can never run (see `refusal`) finishes at once; the next plan reports it.
+
+        Returns why it can never run, None if it can.
 
         Raises ValueError for an empty prompt, max_tokens below 1, limits of its own above the scheduler's, or
         imported state that is not of all its tokens but the last, or with which there is nothing to do.
         """
-        self._limits.check_sequence(sequence)
+        self.limits.check_sequence(sequence)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        if self.refusal(sequence.prompt_len, sequence.max_tokens, imported=sequence.imported is not None):
+        imported = sequence.imported is not None
+        if refusal := self.refusal(sequence.prompt_len, sequence.max_tokens, imported=imported):
             self._ignore(sequence, SequenceStatus.FINISHED_IGNORED)
         else:
             self._waiting.append(sequence)
+        return refusal
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> StepPlan[R]:
         """The next plan; empty if nothing can run. Its steps are launched in order and committed by `update`.
 
         Raises RuntimeError if two plans are in flight.
@@ -239,7 +246,7 @@ class Scheduler:
 
     def update(
         self,
-        step: PrefillStep | DecodeStep,
+        step: PrefillStep[R] | DecodeStep[R],
         tokens: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         finite: npt.NDArray[np.bool_],
@@ -286,7 +293,7 @@ class Scheduler:
             self._ignore(sequence, status)
         return len(found), sum(map(len, found))
 
-    def hand_over(self, sequence: Sequence) -> None:
+    def hand_over(self, sequence: Sequence[R]) -> None:
         """Lets go of a sequence whose prompt is computed and committed, and frees what it holds; it is not finished.
 
         Raises ValueError if it does not run, or a result of it is in flight.

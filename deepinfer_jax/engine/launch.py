@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineLimits
-from deepinfer_jax.engine.grammars.request_queue import look_ahead, write_masks
+from deepinfer_jax.engine.grammars.masks import look_ahead, write_masks
 from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.requests.adjustments import write_adjustments
 from deepinfer_jax.engine.requests.request import (
+    Request,
     forced_tokens,
     mask_bits,
     prefill_columns,
@@ -36,7 +37,7 @@ class Launched:
         at: when; time.perf_counter().
     """
 
-    step: PrefillStep | DecodeStep
+    step: PrefillStep[Request] | DecodeStep[Request]
     result: InFlight
     states: PendingBytes | None
     at: float = field(default_factory=time.perf_counter)
@@ -48,7 +49,7 @@ class Launched:
 
 def launch(
     runner: Runner,
-    plan: StepPlan,
+    plan: StepPlan[Request],
     limits: EngineLimits,
     *,
     vocab_size: int,
@@ -82,7 +83,7 @@ def launch(
     return launched
 
 
-def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits) -> None:
+def _restore(runner: Runner, restores: tuple[Restore[Request], ...], limits: EngineLimits) -> None:
     sequences = [restore.sequence for restore in restores]
     for sequence, restore in zip(sequences, restores, strict=True):
         if restore.blocks is not None:
@@ -103,7 +104,7 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], limits: EngineLimits
         look_ahead(runner, decoding)
 
 
-def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:
+def _capture(runner: Runner, step: PrefillStep[Request] | DecodeStep[Request]) -> PendingBytes | None:
     if not step.captures:
         return None
     rows = np.asarray(step.captures)

@@ -118,7 +118,7 @@ def png(image: np.ndarray, form: str = "PNG") -> bytes:
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_a_prompt_cut_anywhere_gives_the_same_tokens(llm: LLM, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the middle of its images too, which are encoded once."""
-    policy = type(llm.llm_engine._loop.scheduler._prefill_policy)
+    policy = type(llm.llm_engine.core.scheduler._prefill_policy)
     whole = policy._count
     monkeypatch.setattr(policy, "_count", lambda *args, **kwargs: min(whole(*args, **kwargs), chunk))
     before = llm.llm_engine.stats()
