@@ -220,7 +220,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEn
         return interrupt.lines
 
     # A step begins with the images; the rest of it is the same for text, and tested with it.
-    for at in range(1, min(lines_of_call(None), 60)):
+    for at in range(1, min(lines_of_call(None), 200)):
         lines_of_call(at)
 
 
