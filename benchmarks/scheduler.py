@@ -68,7 +68,7 @@ class InstantRunner:
 
     def warm_up(self, progress: bool) -> None: ...
 
-    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]]) -> Done:
+    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]], images: None = None) -> Done:
         pack_prefill(step, 1, self._slots, columns)
         return _result(len(step.sequences), 1)
 

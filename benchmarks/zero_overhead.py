@@ -60,7 +60,7 @@ def program_seconds(made: LLMEngine) -> float:
     start = time.perf_counter()
     for _ in range(STEPS):
         launch = runner.decode(plan.decode, None, None, False)
-    jax.block_until_ready(launch.output)
+    jax.block_until_ready(launch.arrays)
     took = (time.perf_counter() - start) / STEPS
     n = len(plan.decode.sequences)
     made.core.scheduler.update(plan.decode, np.full((n, 1), 5, np.int32), np.ones(n, np.int32), np.ones(n, bool))
