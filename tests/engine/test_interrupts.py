@@ -67,9 +67,9 @@ class Interrupt:
 
 
 def crowded(interrupt: Interrupt, **kwargs: Any) -> tuple[LLMEngine, Counter[str]]:
-    """Eight requests in a pool that holds one, two of them aborted; how often each was told its end.
+    """Eight requests in a pool that holds one, two of them aborted; how often the end of each was reported.
 
-    One whose `add_request` was interrupted may or may not be among them, as in any call; it counts as told.
+    One whose `add_request` was interrupted may or may not be among them, as in any call; it counts as reported.
     """
     engine = toy_engine(num_kv_blocks=12, **kwargs)
     rng = np.random.default_rng(3)

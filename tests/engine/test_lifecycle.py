@@ -178,7 +178,7 @@ def test_a_step_that_breaks_ends_what_ran_and_the_engine_goes_on(
     assert tokens(results["next"]) == greedy_twin(TABLE, [8, 9], 3)
 
 
-def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_results_are_committed_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine()
     update = engine.core.scheduler.update
     params = SamplingParams(temperature=0, max_tokens=1)

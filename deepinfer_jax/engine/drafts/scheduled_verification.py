@@ -57,7 +57,7 @@ def draft_policy(
 
 
 class StepClock:
-    """Tells how long the device took for a decode step, from when the host launched and when it read."""
+    """Finds out how long the device took for a decode step, from when the host launched and when it read."""
 
     def __init__(self) -> None:
         self._last_arrival = -math.inf

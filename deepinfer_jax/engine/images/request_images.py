@@ -1,4 +1,4 @@
-"""The images of a request: as its caller gave them, and what the scheduler is told of them."""
+"""The images of a request: as its caller gave them, and as the scheduler knows them."""
 
 from dataclasses import dataclass
 from typing import Any, Self

@@ -91,7 +91,7 @@ class ImageWorkers:
         self._held_bytes = 0
         self._num_processed = 0
         self._num_threads_made = 0
-        # Of all that is above; told of whenever a request is done.
+        # Of all that is above; notified whenever a request is done.
         self._changed = threading.Condition()
 
     @property
