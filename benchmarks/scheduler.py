@@ -71,13 +71,13 @@ class InstantRunner:
 
     def warm_up(self, progress: bool) -> None: ...
 
-    def prefill(self, step: PrefillStep, columns: dict[str, npt.NDArray[Any]], images: None = None) -> Done:
+    def prefill(self, step: PrefillStep[Any], columns: dict[str, npt.NDArray[Any]], images: None = None) -> Done:
         pack_prefill(step, 1, self._slots, columns)
         return _result(len(step.sequences), 1)
 
     def decode(
         self,
-        step: DecodeStep,
+        step: DecodeStep[Any],
         forced: npt.NDArray[np.int32] | None,
         masked: npt.NDArray[np.int32] | None,
         wants_top: bool,

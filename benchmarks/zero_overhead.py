@@ -40,7 +40,7 @@ def engine(folder: Path, overlap: bool) -> LLMEngine:
     rng = np.random.default_rng(0)
     for i in range(BATCH):
         made.add_request("u", str(i), {"temperature": 0, "max_tokens": 500, "ignore_eos": True}, rng.integers(3, 99, 8))
-    while any(sequence.output_len < 3 for sequence in made._loop.open.values()):  # all prompts are done
+    while any(sequence.output_len < 3 for sequence in made.core.open.values()):  # all prompts are done
         made.step()
     return made
 
@@ -55,7 +55,7 @@ def step_seconds(made: LLMEngine) -> float:
 def program_seconds(made: LLMEngine) -> float:
     """Of the launches that the engine's next steps would make, without planning, packing or reading."""
     made.flush_inflight_reqs()
-    runner, plan = made._loop.runner, made._loop.scheduler.schedule()
+    runner, plan = made.core.runner, made.core.scheduler.schedule()
     assert plan.decode is not None
     launch = runner.decode(plan.decode, None, None, False)
     launch.result()
@@ -65,7 +65,7 @@ def program_seconds(made: LLMEngine) -> float:
     jax.block_until_ready(launch.arrays)
     took = (time.perf_counter() - start) / STEPS
     n = len(plan.decode.sequences)
-    made._loop.scheduler.update(plan.decode, np.full((n, 1), 5, np.int32), np.ones(n, np.int32), np.ones(n, bool))
+    made.core.scheduler.update(plan.decode, np.full((n, 1), 5, np.int32), np.ones(n, np.int32), np.ones(n, bool))
     return took
 
 

@@ -37,7 +37,7 @@ def row_places(dp_rank: Int32Array) -> tuple[Int32Array, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Restore:
+class Restore[R]:
     """State that was computed before and is put back into a slot, which it fills whole: state, block table, length.
 
     Attributes:
@@ -49,14 +49,14 @@ class Restore:
             table; decode steps go on, from the next plan on.
     """
 
-    sequence: Sequence
+    sequence: Sequence[R]
     num_tokens: int
     state: Any
     blocks: Any = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Step:
+class Step[R]:
     """What the device needs of any step.
 
     Attributes:
@@ -71,18 +71,18 @@ class Step:
     """
 
     bucket: Bucket
-    sequences: list[Sequence]
+    sequences: list[Sequence[R]]
     dp_rank: Int32Array
     row: Int32Array
     slots: Int32Array
     first_new_block: Int32Array
     new_blocks: Int32Array
     captures: tuple[int, ...] = ()
-    dropped: set[Sequence] = field(default_factory=set)
+    dropped: set[Sequence[R]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DecodeStep(Step):
+class DecodeStep[R](Step[R]):
     """One step of sequences whose prompt is computed, oldest first: the last token and the drafts of each. At most
     blocks_per_decode(...) new blocks each.
 
@@ -99,7 +99,7 @@ class DecodeStep(Step):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PrefillStep(Step):
+class PrefillStep[R](Step[R]):
     """One chunk each of sequences of whose `Sequence.prefill_len` tokens not all are in the cache yet. At most
     ceil(bucket.time / tokens_per_block) new blocks each.
 
@@ -120,7 +120,7 @@ class PrefillStep(Step):
 
 
 @dataclass(frozen=True, eq=False)
-class StepPlan:
+class StepPlan[R]:
     """What one iteration launches: the restores, the prefill step, the decode step, in this order.
 
     No sequence is in both steps, and no block that one of them writes to.
@@ -136,10 +136,10 @@ class StepPlan:
             still holds them; none of this plan's restores has one. Those of earlier plans may: they are launched first.
     """
 
-    prefill: PrefillStep | None
-    decode: DecodeStep | None
-    ignored: tuple[Sequence, ...] = ()
-    restores: tuple[Restore, ...] = ()
+    prefill: PrefillStep[R] | None
+    decode: DecodeStep[R] | None
+    ignored: tuple[Sequence[R], ...] = ()
+    restores: tuple[Restore[R], ...] = ()
     discarded_blocks: tuple[tuple[int, ...], ...] = ()
     discarded_slots: tuple[tuple[int, ...], ...] = ()
     discarded_snapshots: tuple[Any, ...] = ()

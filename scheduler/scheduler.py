@@ -26,7 +26,7 @@ from .sequence import Sequence, SequenceStatus
 from .snapshots import SnapshotStore
 
 
-class Scheduler:
+class Scheduler[R]:
     """Continuous batching over paged caches: one block pool and one set of slots per dp rank.
 
     Every plan holds a decode step of all sequences whose prompt is computed and a prefill step of the next chunks
@@ -49,6 +49,9 @@ class Scheduler:
         limits: sizes and rules.
         buckets: the step programs.
         verification: chooses how many drafts a decode step verifies; None: all of them.
+
+    Attributes:
+        limits: what decides whether a request can run at all.
 
     Raises ValueError for limits that some step of theirs has no program for.
     """
@@ -93,7 +96,7 @@ class Scheduler:
         )
         self._decode = DecodePlanner(self._lifecycle, buckets, self._prefix, num_drafts=limits.num_drafts)
 
-    def reset(self) -> frozenset[Sequence]:
+    def reset(self) -> frozenset[Sequence[R]]:
         """Forgets every plan, all cached state, and every sequence but those that wait for a slot; all pools are full.
 
         For a step that broke, also in the middle of `schedule` or `update`: nothing that it may have left half done
@@ -151,8 +154,10 @@ class Scheduler:
         """Why such a request can never run, with the arithmetic; None if it can. `imported`: its prompt is computed."""
         return self.limits.refusal(prompt_len, max_tokens, imported=imported)
 
-    def add_sequence(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence[R]) -> str | None:
         """Queues a sequence. One that can never run (see `refusal`) finishes at once; the next plan reports it.
+
+        Returns why it can never run, None if it can.
 
         Raises ValueError for an empty prompt, max_tokens below 1, limits of its own above the scheduler's, or
         imported state that is not of all its tokens but the last, or with which there is nothing to do.
@@ -160,8 +165,9 @@ class Scheduler:
         self.limits.check_sequence(sequence)
         refusal = self.refusal(sequence.prompt_len, sequence.max_tokens, imported=sequence.imported is not None)
         self._lifecycle.add(sequence, refused=refusal is not None)
+        return refusal
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> StepPlan[R]:
         """The next plan; empty if nothing can run. Its steps are launched in order and committed by `update`.
 
         Raises RuntimeError if two plans are in flight.
@@ -184,7 +190,7 @@ class Scheduler:
 
     def update(
         self,
-        step: PrefillStep | DecodeStep,
+        step: PrefillStep[R] | DecodeStep[R],
         tokens: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         finite: npt.NDArray[np.bool_],
@@ -224,7 +230,7 @@ class Scheduler:
         aborted = self._lifecycle.abort(request_ids, status)
         return len(aborted), sum(map(len, aborted))
 
-    def hand_over(self, sequence: Sequence) -> None:
+    def hand_over(self, sequence: Sequence[R]) -> None:
         """Lets go of a sequence whose prompt is computed and committed, and frees what it holds; it is not finished.
 
         Raises ValueError if it does not run, or a result of it is in flight.

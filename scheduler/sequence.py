@@ -79,8 +79,10 @@ class Imported:
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class Sequence[R]:
     """The tokens of one request and its progress (DB §5.1).
+
+    R: whatever its owner keeps of the request besides; the scheduler never looks at it.
 
     Attributes:
         seq_id: unique over the engine's life.
@@ -109,7 +111,7 @@ class Sequence:
         num_preemptions: how often it lost its place and must be, or was, computed again.
         arrival: its number in the order in which the scheduler got the sequences.
         output_limit: output tokens after which it stops at the latest, by max_tokens or max_model_len.
-        request: the engine's own record of the request; opaque here.
+        request: its owner's record of the request.
         images: in order of position; part of the key of every block that holds one of their tokens.
         reuse: whether its start may be taken from what others, or it itself before a preemption, left in the cache.
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
@@ -147,7 +149,7 @@ class Sequence:
     num_preemptions: int = 0
     arrival: int = -1
     output_limit: int = field(init=False)
-    request: Any = None
+    request: R = None  # type: ignore[assignment]  # an owner without such a record has a Sequence[None]
     images: tuple[ImageContent, ...] = ()
     reuse: bool = True
     most_cached_tokens: int | None = None

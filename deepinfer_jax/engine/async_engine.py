@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.engine_thread import EngineThread, OutputStream
+from deepinfer_jax.engine.images.request_images import RequestImages
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.prompts import encode_text
@@ -181,20 +182,17 @@ class OutputIterator(AsyncIterator[RequestOutput]):
     async def _start(self) -> OutputStream:
         check_request_id(self._request_id)
         params = copy_params(self._sampling_params, self._engine.get_tokenizer().eos_token_id)
-        if isinstance(self._prompt, str):
-            ids = await asyncio.to_thread(self._encode, self._prompt)
-        else:
-            ids = copy.copy(self._prompt)  # the caller may change it while the request waits
-        images = self._engine.llm_engine.images.checked(self._multi_modal_data)  # likewise
+        try:
+            images = RequestImages.of(self._multi_modal_data)  # the caller may change it while the request waits
+            if isinstance(self._prompt, str):
+                ids = await asyncio.to_thread(encode_text, self._engine.get_tokenizer(), self._prompt)
+            else:
+                ids = copy.copy(self._prompt)  # likewise
+        except ValueError as error:
+            raise ValueError(f"request {self._request_id}: {error}") from error
         stream = OutputStream()
         self._engine._thread.start(self._request_id, stream, ids, params, self._user_id, images)
         return stream
-
-    def _encode(self, text: str) -> list[int]:
-        try:
-            return encode_text(self._engine.get_tokenizer(), text)
-        except ValueError as error:
-            raise ValueError(f"request {self._request_id}: {error}") from error
 
     def _follow(self, task: asyncio.Task[Any] | None) -> None:
         """Leaves if the task that read last is cancelled at another await: its traceback may keep this object alive."""

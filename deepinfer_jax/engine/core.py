@@ -1,25 +1,33 @@
-"""The loop behind `LLMEngine`: plan a step, launch it, read the one before, and say what became of each request."""
+"""The steps behind `LLMEngine`: plan one, launch it, read the one before, and say what became of each request."""
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from deepinfer_jax.engine.args import EngineType
+from deepinfer_jax.engine.commit import (
+    Arrived,
+    commit_results,
+    forget_failed_images,
+    learn_from_drafts,
+    wait_for_results,
+)
 from deepinfer_jax.engine.diagnosis import explain_failures
 from deepinfer_jax.engine.drafts.scheduled_verification import StepClock, draft_policy
 from deepinfer_jax.engine.gc_pause import collector_paused
-from deepinfer_jax.engine.grammars.request_queue import GrammarRequestQueue
-from deepinfer_jax.engine.images.request_queue import ImageRequestQueue, image_contents
+from deepinfer_jax.engine.grammars.compiler import GrammarCompiler
+from deepinfer_jax.engine.grammars.masks import follow_grammars
+from deepinfer_jax.engine.images.opener import ImageOpener
+from deepinfer_jax.engine.images.request_images import RequestImages, image_contents
 from deepinfer_jax.engine.launch import Launched, launch
 from deepinfer_jax.engine.loading import EngineParts
 from deepinfer_jax.engine.metrics.stats import EngineStats
+from deepinfer_jax.engine.requests.background import Failure
 from deepinfer_jax.engine.requests.outputs import RequestOutput
-from deepinfer_jax.engine.requests.request import mark_ready
-from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, output_without_token, token_outputs
-from deepinfer_jax.runtime.step_result import StepResult
-from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
+from deepinfer_jax.engine.requests.request import Request
+from deepinfer_jax.engine.requests.results import output_without_token, token_outputs
+from deepinfer_jax.scheduler import PrefillStep, Scheduler, Sequence, SequenceStatus, StepPlan
 from deepinfer_jax.tokenization import ImagePrompt
 
 _WAIT = 0.01
@@ -28,14 +36,19 @@ steps."""
 
 
 class EngineCore:
-    """Runs the sequences of one engine, from submission to their last output.
+    """Runs the sequences of one engine, from submission to their last output: the interface of its steps.
+
+    Whoever looks at an engine from outside finds here what it consists of, and between two steps where it stands.
 
     Arguments:
         parts: what it works with.
 
     Attributes:
-        scheduler, runner, features, grammars, images: what the loop moves.
-        open: requests that have not given their last output.
+        scheduler: plans the steps.
+        runner: runs them.
+        features: what the vision tower made of images; None without one.
+        grammars, images: work beside the steps.
+        open: sequences by request id, of requests that have not given their last output.
         computed: those of them that wait for their export.
         ready: outputs that are not handed out yet.
         launched: steps that were launched and are not committed, in the order of the device.
@@ -48,13 +61,13 @@ class EngineCore:
         self._clock = StepClock()
         self.runner = parts.model.runner
         self.features = parts.model.features
-        self.scheduler = Scheduler(config.scheduler_limits, parts.model.buckets)
-        self.grammars = GrammarRequestQueue(
-            parts.tokens.tokenizer, config.vocab_size, 1 + config.num_drafts, config.grammars, self._fail
+        self.scheduler: Scheduler[Request] = Scheduler(config.scheduler_limits, parts.model.buckets)
+        self.grammars = GrammarCompiler(
+            parts.tokens.tokenizer, config.vocab_size, 1 + config.num_drafts, config.grammars
         )
-        self.images = ImageRequestQueue(parts.tokens.processor, config.images, self._place_images, self._fail)
-        self.open: dict[str, Sequence] = {}
-        self.computed: dict[str, Sequence] = {}
+        self.images = ImageOpener(parts.tokens.processor, config.images)
+        self.open: dict[str, Sequence[Request]] = {}
+        self.computed: dict[str, Sequence[Request]] = {}
         self.ready: list[RequestOutput] = []
         self.launched: list[Launched] = []
         self.stats = EngineStats(config.num_drafts)
@@ -64,15 +77,17 @@ class EngineCore:
         if config.verifies_by_confidence:
             self.scheduler.verification = draft_policy(self.runner, parts.model.buckets, config, parts.model.key)
 
-    def add(self, sequence: Sequence, unopened: Mapping[str, Any] | None) -> None:
+    def add(self, sequence: Sequence[Request], unopened: RequestImages | None) -> None:
         """Takes a new sequence; unopened: images that are not in its prompt yet."""
         with self.losing_all_on_failure():
             self.open[sequence.request_id] = sequence
-            self.scheduler.add_sequence(sequence)
-            if sequence.request.constraint is not None and not sequence.status.finished:
-                self.grammars.add(sequence)
-            if unopened is not None and not sequence.status.finished:
-                self.images.add(sequence, unopened)
+            sequence.request.error = self.scheduler.add_sequence(sequence) or ""
+            if sequence.request.error:
+                return
+            if sequence.request.constraint is not None:
+                self.grammars.submit(sequence)
+            if unopened is not None:
+                self.images.submit(sequence, unopened)
 
     def step(self) -> bool:
         """Launches a prefill chunk and a decode step where there is work, and reads the results that are due.
@@ -81,8 +96,7 @@ class EngineCore:
         """
         with self.losing_all_on_failure(), collector_paused():
             num_due = len(self.launched)
-            self.grammars.pump()
-            self.images.pump()
+            self._act_on_background_work()
             if not num_due:
                 self._wait_for_a_start()
             self._launch(self._plan())
@@ -105,7 +119,7 @@ class EngineCore:
                 self.computed.pop(name, None)
             return self.scheduler.abort(request_ids)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence[Request]) -> None:
         """Gives up a computed prompt, which another engine goes on with."""
         self.scheduler.hand_over(sequence)
         del self.open[sequence.request_id], self.computed[sequence.request_id]
@@ -140,7 +154,9 @@ class EngineCore:
             waiting = self.scheduler.reset()
             reported = {output.request_id for output in self.ready if output.finished}
             self.open = {name: sequence for name, sequence in self.open.items() if name not in reported}
-            self.scheduler.abort([sequence.request_id for sequence in waiting if self._is_forgotten(sequence)])
+            work = (self.grammars, self.images)
+            forgotten = [sequence for sequence in waiting if any(one.is_lost(sequence) for one in work)]
+            self.scheduler.abort([sequence.request_id for sequence in forgotten])
             lost = [sequence for sequence in self.open.values() if sequence not in waiting]
             for sequence in lost:
                 if sequence.status < SequenceStatus.FINISHED_ABORTED:  # it ran, or its last token is lost
@@ -166,7 +182,7 @@ class EngineCore:
         if self.features is not None:
             self.features.close()
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> StepPlan[Request]:
         """The next plan; requests that ended without a token have their outputs."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -174,71 +190,76 @@ class EngineCore:
         self.stats.seconds["schedule"] += time.perf_counter() - start
         return plan
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan[Request]) -> None:
         start = time.perf_counter()
         self.launched += launch(self.runner, plan, self._config, self.features)
-        if plan.prefill is not None:
-            self.stats.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
-        self.stats.cached_tokens += sum(r.num_tokens for r in plan.restores if r.blocks is None)
-        started = [restore.sequence for restore in plan.restores]
-        for sequence in started + (plan.prefill.sequences if plan.prefill is not None else []):
+        self.stats.add_launch(plan)
+        self._note_starts(plan, start)
+        self.stats.seconds["launch"] += time.perf_counter() - start
+
+    def _note_starts(self, plan: StepPlan[Request], at: float) -> None:
+        starting = [restore.sequence for restore in plan.restores]
+        for sequence in starting + (plan.prefill.sequences if plan.prefill is not None else []):
             if not sequence.request.launched:
                 sequence.request.launched = True
-                self.stats.queue.add(start - sequence.arrival_time)
-        self.stats.seconds["launch"] += time.perf_counter() - start
+                self.stats.queue.add(at - sequence.arrival_time)
 
     def _read(self, count: int) -> None:
         """Waits for the first `count` launched steps and commits what they gave."""
         for _ in range(count):
-            start = time.perf_counter()
-            launched = self.launched.pop(0)
-            step, result, states = launched.step, launched.result.result(), launched.captured()
-            arrived = time.perf_counter()
-            took = self._clock.read(launched, start, arrived)
-            if isinstance(step, PrefillStep):
-                keep_prompt_logprobs(step, result)
-            emitted = self.scheduler.update(step, result.tokens, result.counts, result.finite, states)
-            if not result.finite.all():
-                explain_failures(step, emitted, self._diagnose)
-                self._forget_images(step, emitted)
-            outputs = token_outputs(
-                step, result, emitted, self._config.max_num_batched_tokens, self._config.confidence_temperatures
-            )
-            self.stats.generation_tokens += sum([number for _, number in emitted])
-            if isinstance(step, DecodeStep):
-                rows = [row for row, number in emitted if number]
-                self.stats.drafts.add(result.verified[rows], result.counts[rows])
-                self._commit_verification(step, result, took)
-            if isinstance(step, PrefillStep):
-                self._note_first_tokens(outputs, arrived)
-            self._emit(outputs)
-            self.grammars.follow(step, result)
-            self.stats.seconds["wait"] += arrived - start
-            self.stats.seconds["process"] += time.perf_counter() - arrived
+            arrived = wait_for_results(self.launched.pop(0), self._clock)
+            self._commit(arrived)
+            self.stats.seconds["wait"] += arrived.at - arrived.asked
+            self.stats.seconds["process"] += time.perf_counter() - arrived.at
 
-    def _forget_images(self, step: PrefillStep | DecodeStep, emitted: list[tuple[int, int]]) -> None:
-        """What a failed sequence read of images may be what was wrong; the cache of blocks heals likewise."""
-        for sequence in [step.sequences[row] for row, _ in emitted]:
-            if self.features is not None and sequence.status is SequenceStatus.FINISHED_FAILED:
-                self.features.forget(sequence.request.image_prompt)
+    def _commit(self, arrived: Arrived) -> None:
+        """Results to sequences, to outputs, and to what later steps go by."""
+        step, result = arrived.step, arrived.result
+        emitted = commit_results(self.scheduler, arrived)
+        if not result.finite.all():
+            explain_failures(step, emitted, self._diagnose)
+            forget_failed_images(step, emitted, self.features)
+        outputs = token_outputs(
+            step, result, emitted, self._config.max_num_batched_tokens, self._config.confidence_temperatures
+        )
+        self.stats.add_results(step, result, emitted)
+        learn_from_drafts(self.scheduler.verification, arrived)
+        if isinstance(step, PrefillStep):
+            self._note_first_tokens(outputs, arrived.at)
+        self._emit(outputs)
+        if self.grammars.in_use:
+            for failure in follow_grammars(step, result):
+                self._fail(failure)
 
-    def _commit_verification(self, step: DecodeStep, result: StepResult, took: tuple[float, float] | None) -> None:
-        """took: of `StepClock.read`."""
-        policy = self.scheduler.verification
-        if policy is None:
-            return
-        assert result.confidences is not None
-        policy.commit(step, result.confidences, result.verified, result.counts)
-        if took is not None:
-            policy.times.add(step.bucket, len(step.sequences), *took)
-
-    def _note_first_tokens(self, outputs: list[RequestOutput], arrived: float) -> None:
+    def _note_first_tokens(self, outputs: list[RequestOutput], at: float) -> None:
+        """Of the outputs of a prefill step: how long each first token took, and which prompts wait for their export."""
         for output in outputs:
             if output.num_output_tokens == 1 and not output.message:
                 sequence = self.open[output.request_id]
-                self.stats.first_token.add(arrived - sequence.arrival_time)
+                self.stats.first_token.add(at - sequence.arrival_time)
                 if self._config.engine_type is EngineType.PROMPT and not output.finished:
                     self.computed[output.request_id] = sequence
+
+    def _act_on_background_work(self) -> None:
+        """Lets the requests start whose grammar is compiled or whose images are opened; ends those that failed."""
+        for grammar in self.grammars.poll():
+            if isinstance(grammar, Failure):
+                self._fail(grammar)
+            self.grammars.settle(grammar.sequence)
+        for images in self.images.poll():
+            failure = images if isinstance(images, Failure) else self._place_images(images.sequence, images.value)
+            if failure is not None:
+                self._fail(failure)
+            self.images.settle(images.sequence)
+
+    def _place_images(self, sequence: Sequence[Request], prompt: ImagePrompt) -> Failure | None:
+        """Gives a waiting sequence its prompt with the images in place; a failure if that is too long."""
+        sequence.replace_prompt(prompt.token_ids, image_contents(prompt))
+        sequence.most_cached_tokens = self.most_cached_tokens(sequence.prompt_len)
+        if refusal := self.scheduler.refusal(sequence.prompt_len, sequence.max_tokens):
+            return Failure(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
+        sequence.request.image_prompt = prompt
+        return None
 
     def _wait_for_a_start(self) -> None:
         """Waits a little if no request can run before its grammar or its images are there."""
@@ -246,25 +267,10 @@ class EngineCore:
         if len(grammars | images) == self.num_unfinished > 0:
             (self.grammars if grammars else self.images).wait(_WAIT)
 
-    def _place_images(self, sequence: Sequence, prompt: ImagePrompt) -> None:
-        """Gives a waiting sequence its prompt with the images in place; one that is now too long ends."""
-        sequence.replace_prompt(prompt.token_ids, image_contents(prompt))
-        sequence.most_cached_tokens = self.most_cached_tokens(sequence.prompt_len)
-        if refusal := self.scheduler.refusal(sequence.prompt_len, sequence.max_tokens):
-            self._fail(sequence, refusal, SequenceStatus.FINISHED_IGNORED)
-            return
-        sequence.request.image_prompt = prompt
-        mark_ready(sequence, "images")
-
-    def _fail(self, sequence: Sequence, reason: str, status: SequenceStatus) -> None:
-        """Ends a sequence whose grammar or whose images failed; the next plan reports it."""
-        sequence.request.error = reason
-        self.scheduler.abort([sequence.request_id], status)
-
-    def _is_forgotten(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence awaits what nobody makes, as its `add` was interrupted."""
-        pending = {"grammar": self.grammars.pending, "images": self.images.pending}
-        return any(sequence not in pending[awaited] for awaited in sequence.request.awaits)
+    def _fail(self, failure: Failure) -> None:
+        """Ends a sequence; the next plan reports it."""
+        failure.sequence.request.error = failure.reason
+        self.scheduler.abort([failure.sequence.request_id], failure.status)
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         self.ready += outputs

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from deepinfer_jax.cache.dense import Cache, init_cache
 from deepinfer_jax.config.model_config import ModelConfig
+from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.embedding import IMAGE, ROLE_OF
 from deepinfer_jax.model.forward import forward
@@ -40,14 +41,14 @@ _NOT_WATCHED = ("engram.rows", "index_scores", "candidates", "index_picks", "exp
 
 
 def explain_failures(
-    step: PrefillStep | DecodeStep,
+    step: PrefillStep[Request] | DecodeStep[Request],
     emitted: list[tuple[int, int]],
     diagnose: Diagnose | None,
 ) -> None:
     """Writes into each request that failed in this step why; before its output is made.
 
     Arguments:
-        taken: what `Scheduler.update` returned: row, and how many tokens its sequence has just taken.
+        emitted: what `Scheduler.update` returned: row, and how many tokens its sequence has just emitted.
         diagnose: None: the model cannot be asked.
     """
     for row, _ in emitted:
@@ -94,7 +95,7 @@ def first_fault(
 
     Arguments:
         text: int32 [tokens], at least one.
-        image: the prompt that it begins with, if that has images; they are encoded again.
+        image_prompt: the prompt that it begins with, if that has images; they are encoded again.
 
     Returns a clause, such as "layers.3.attention.output at position 17 is not finite"; None if the logits after the
     text are finite and not all zero.
@@ -163,7 +164,7 @@ def _run(
 ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
     """Of each watched tensor and token, whether it is not finite and whether it is all zero, bool [names, CHUNK].
 
-    images: what `forward` is told of them; of its image_embeds only the first are of this chunk.
+    images: what `forward` gets of them; of its image_embeds only the first are of this chunk.
     """
     names = _watched(config)
     output = forward(

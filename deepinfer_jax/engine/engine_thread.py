@@ -6,15 +6,16 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from deepinfer_jax.engine.images.request_images import RequestImages
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
-from deepinfer_jax.engine.requests.prompts import token_ids
+from deepinfer_jax.engine.requests.preparation import prepare
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -79,11 +80,11 @@ class EngineThread:
         prompt_token_ids: Any,
         params: SamplingParams,
         user_id: str,
-        images: Mapping[str, Any] | None,
+        images: RequestImages | None,
     ) -> None:
-        """Adds a request whose outputs go into the stream, or the error of `LLMEngine.add_request`.
+        """Adds a request whose outputs go into the stream, or the error of `LLMEngine.add_prepared`.
 
-        images: as `ImageRequestQueue.checked` gives them.
+        params: a checked copy (`copy_params`), which nobody changes.
         """
         self._send(partial(self._start, request_id, stream, prompt_token_ids, params, user_id, images))
 
@@ -135,7 +136,7 @@ class EngineThread:
         unfinished, self._streams = self._streams, {}
         self._ended = True  # from here on commands come from other threads too, and find no stream
         for stream in unfinished.values():
-            self._tell(stream.loop, [(stream, _end_error(self._cause))])
+            self._report(stream.loop, [(stream, _end_error(self._cause))])
         self._run_commands(wait=False)
         atexit.unregister(self._stop_and_join)
         self._engine.close()
@@ -163,7 +164,7 @@ class EngineThread:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = defaultdict(list)
         for output in outputs:
-            # A request that `add_request` failed on has a last output, but no stream.
+            # A request that `add_prepared` failed on has a last output, but no stream.
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
@@ -172,11 +173,11 @@ class EngineThread:
             if not stream.dropped:
                 by_loop[stream.loop].append((stream, output))
         for loop, items in by_loop.items():
-            if not self._tell(loop, items):
+            if not self._report(loop, items):
                 for stream, output in items:
                     self._drop(output.request_id, stream)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, items: list[tuple[OutputStream, Any]]) -> bool:
+    def _report(self, loop: asyncio.AbstractEventLoop, items: list[tuple[OutputStream, Any]]) -> bool:
         """Puts each item into its stream, with one wake-up of the loop. Returns False if the loop is closed."""
         try:
             loop.call_soon_threadsafe(_put_all, items)
@@ -191,7 +192,7 @@ class EngineThread:
         prompt_token_ids: Any,
         params: SamplingParams,
         user_id: str,
-        images: Mapping[str, Any] | None,
+        images: RequestImages | None,
     ) -> None:
         if stream.dropped:
             return
@@ -201,13 +202,11 @@ class EngineThread:
             if former is not None and former.dropped:  # its last output comes with the next step
                 self.start(request_id, stream, prompt_token_ids, params, user_id, images)
                 return
-            if self._engine.add_request(user_id, request_id, params, prompt_token_ids, images) is None:
-                ids = token_ids(prompt_token_ids)
-                problem = self._engine.request_problem(ids, params, with_images=images is not None)
-                raise ValueError(f"request {request_id}: {problem}")
+            prepared = prepare(prompt_token_ids, params, images, self._engine.rules)
+            self._engine.add_prepared(user_id, request_id, prepared)
             self._streams[request_id] = stream
         except BaseException as error:
-            self._tell(stream.loop, [(stream, _for_a_caller(error))])
+            self._report(stream.loop, [(stream, _for_a_caller(error))])
             if not isinstance(error, Exception):
                 raise
 
@@ -237,7 +236,7 @@ class EngineThread:
 
 
 def _end_error(cause: BaseException | None) -> RuntimeError:
-    """A new one for each who is told: raising it writes into it."""
+    """A new one for each to whom it is reported: raising it writes into it."""
     if cause is None:
         return RuntimeError("the engine was closed; make a new one")
     error = RuntimeError(f"the engine ended because of an error ({type(cause).__name__}: {cause}); make a new one")
@@ -246,7 +245,7 @@ def _end_error(cause: BaseException | None) -> RuntimeError:
 
 
 def _for_a_caller(error: BaseException) -> Exception:
-    """What a command's caller is told of an error in it: what ends a thread would end the event loop too."""
+    """What is reported to a command's caller of an error in it: what ends a thread would end the event loop too."""
     return error if isinstance(error, Exception) else _end_error(error)
 
 

@@ -208,7 +208,7 @@ class Environment:
     REARRANGE_P2P_GROUPS = _not_on_xla(INTEGER, 1, "buckets of messages when experts move", _COLLECTIVES)
     GLOO_TIMEOUT = _not_on_xla(NUMBER, 14400.0, "seconds that processes wait for each other", _ONE_PROCESS)
     RINGBUFFER_WARNING_INTERVAL = _not_on_xla(NUMBER, 60.0, "seconds between warnings of such waits", _ONE_PROCESS)
-    GC_INTERVAL_STEP = _not_on_xla(INTEGER, 1000, "steps between garbage collections", "Python collects as it does")
+    GC_INTERVAL_STEP = _not_on_xla(INTEGER, 1000, "steps between garbage collections", "Python collects between steps")
     DISABLE_SYNC_GUARD = _not_on_xla(BOOLEAN, False, "no detector of host synchronisation", _COMPILED)
     ENFORCE_EAGER = _not_on_xla(BOOLEAN, False, "no CUDA graphs", _COMPILED)
     DFLASH_ENFORCE_EAGER = _not_on_xla(BOOLEAN, False, "no CUDA graph of the drafts", _COMPILED)

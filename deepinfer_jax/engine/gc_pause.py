@@ -1,4 +1,4 @@
-"""When Python collects its garbage."""
+"""No garbage collection within a step."""
 
 import contextlib
 import gc

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.config import EngineConfig
-from deepinfer_jax.engine.grammars.request_queue import look_ahead, write_masks
+from deepinfer_jax.engine.grammars.masks import look_ahead, write_masks
 from deepinfer_jax.engine.images.features import FeatureCache
 from deepinfer_jax.engine.requests.adjustments import write_adjustments
 from deepinfer_jax.engine.requests.columns import (
@@ -17,6 +17,7 @@ from deepinfer_jax.engine.requests.columns import (
     sampling_columns,
     slot_places,
 )
+from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.state_ops import PendingBytes
 from deepinfer_jax.runtime.step_result import InFlight
@@ -37,7 +38,7 @@ class Launched:
         at: when; time.perf_counter().
     """
 
-    step: PrefillStep | DecodeStep
+    step: PrefillStep[Request] | DecodeStep[Request]
     result: InFlight
     states: PendingBytes | None
     at: float = field(default_factory=time.perf_counter)
@@ -49,7 +50,7 @@ class Launched:
 
 def launch(
     runner: Runner,
-    plan: StepPlan,
+    plan: StepPlan[Request],
     config: EngineConfig,
     features: FeatureCache | None = None,
 ) -> list[Launched]:
@@ -80,7 +81,7 @@ def launch(
     return launched
 
 
-def _restore(runner: Runner, restores: tuple[Restore, ...], config: EngineConfig) -> None:
+def _restore(runner: Runner, restores: tuple[Restore[Request], ...], config: EngineConfig) -> None:
     sequences = [restore.sequence for restore in restores]
     for sequence, restore in zip(sequences, restores, strict=True):
         if restore.blocks is not None:
@@ -101,7 +102,7 @@ def _restore(runner: Runner, restores: tuple[Restore, ...], config: EngineConfig
         look_ahead(runner, decoding)
 
 
-def _capture(runner: Runner, step: PrefillStep | DecodeStep) -> PendingBytes | None:
+def _capture(runner: Runner, step: PrefillStep[Request] | DecodeStep[Request]) -> PendingBytes | None:
     if not step.captures:
         return None
     rows = np.asarray(step.captures)

@@ -4,37 +4,20 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_text
-from deepinfer_jax.engine.requests.prompts import encode_text, token_ids
+from deepinfer_jax.engine.requests.preparation import INVALID_PROMPT, Prepared, Refusal, prepare, with_opened_images
+from deepinfer_jax.engine.requests.prompts import encode_text
 from deepinfer_jax.engine.requests.request import copy_params
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from deepinfer_jax.tokenization import ImageError, ImagePrompt
 
 _USER_ID = "0"
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """One prompt after the checks: its ids, or why it cannot run, and the finish reason that says so.
-
-    images: of the prompt, not opened yet. opened: the prompt with its images in place.
-    """
-
-    params: SamplingParams
-    ids: npt.NDArray[np.integer[Any]]
-    problem: str | None = None
-    finish_reason: str = "invalid_prompt"
-    images: Mapping[str, Any] | None = None
-    opened: ImagePrompt | None = None
 
 
 class LLM:
@@ -149,14 +132,14 @@ class LLM:
             )
 
         is_text = prompt_token_ids is None
-        checked = [
-            self._check(source, is_text, own, data) for source, own, data in zip(sources, params, images, strict=True)
+        prepared = [
+            self._prepare(source, is_text, own, data) for source, own, data in zip(sources, params, images, strict=True)
         ]
-        _problems(checked, on_invalid)  # first what is seen without opening an image
-        checked = self._open_images(checked)
-        problems = _problems(checked, on_invalid)
-        flat = iter(self._run([completion for one in checked for completion in _completions(one)], use_tqdm))
-        results = [[next(flat) for _ in range(one.params.n)] for one in checked]
+        _problems(prepared, on_invalid)  # first what is seen without opening an image
+        prepared = self._open_images(prepared)
+        problems = _problems(prepared, on_invalid)
+        flat = iter(self._run([completion for one in prepared for completion in _completions(one)], use_tqdm))
+        results = [[next(flat) for _ in range(one.params.n)] for one in prepared]
 
         messages = {i: [own[-1].message for own in outputs if own[-1].message] for i, outputs in enumerate(results)}
         self.last_errors = {i: found[0] for i, found in messages.items() if found} | problems
@@ -167,56 +150,49 @@ class LLM:
             ]
         else:
             answers = list(results)
-        return [own if one.params.n > 1 else own[0] for one, own in zip(checked, answers, strict=True)]
+        return [own if one.params.n > 1 else own[0] for one, own in zip(prepared, answers, strict=True)]
 
-    def _check(self, source: Any, is_text: bool, params: SamplingParams, images: Any) -> _Checked:
-        ids = np.empty(0, np.int64)
+    def _prepare(self, source: Any, is_text: bool, params: SamplingParams, images: Any) -> Prepared | Refusal:
         try:
-            self.llm_engine.check_params(params)
-            ids = token_ids(self._encode(source) if is_text else source)
-            images = self.llm_engine.images.checked(images)
-            if problem := self.llm_engine.request_problem(ids, params, with_images=images is not None):
-                return _Checked(params, ids, problem)
-            return self._check_length(_Checked(params, ids, images=images))
+            ids = self._encode(source) if is_text else source
         except ValueError as error:
-            return _Checked(params, ids, str(error))
+            return Refusal(str(error), INVALID_PROMPT, params)
+        return prepare(ids, params, images, self.llm_engine.rules, several=True)
 
-    def _check_length(self, one: _Checked) -> _Checked:
-        problem = self.llm_engine.length_problem(len(one.ids), one.params)
-        return dataclasses.replace(one, problem=problem, finish_reason="prompt_length_exceeded") if problem else one
-
-    def _open_images(self, checked: list[_Checked]) -> list[_Checked]:
-        """Puts the images of prompts without a problem in place; completions of one prompt share them."""
-        wanted = [i for i, one in enumerate(checked) if one.images is not None and not one.problem]
-        requests = ((checked[i].ids.astype(np.int32), checked[i].images or {}) for i in wanted)
-        for i, opened in zip(wanted, self.llm_engine.images.open_all(requests), strict=True):
-            if isinstance(opened, ImagePrompt):
-                checked[i] = self._check_length(dataclasses.replace(checked[i], ids=opened.token_ids, opened=opened))
-            else:
-                reason = "ve_error" if isinstance(opened, ImageError) else "invalid_prompt"
-                checked[i] = dataclasses.replace(checked[i], problem=str(opened), finish_reason=reason)
-        return checked
+    def _open_images(self, prepared: list[Prepared | Refusal]) -> list[Prepared | Refusal]:
+        """With the images of prompts that were not refused in place; completions of one prompt share them."""
+        wanted = {
+            i: (one, one.unopened)
+            for i, one in enumerate(prepared)
+            if isinstance(one, Prepared) and one.unopened is not None
+        }
+        opened = self.llm_engine.images.open_all((one.token_ids, unopened) for one, unopened in wanted.values())
+        changed = {
+            i: with_opened_images(one, prompt, self.llm_engine.rules)
+            for (i, (one, _)), prompt in zip(wanted.items(), opened, strict=True)
+        }
+        return [changed.get(i, one) for i, one in enumerate(prepared)]
 
     def _encode(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
             raise ValueError(f"a prompt must be a string, got {type(prompt).__name__}; pass ids as prompt_token_ids")
         return encode_text(self.get_tokenizer(), prompt)
 
-    def _run(self, checked: list[_Checked], use_tqdm: bool) -> list[list[RequestOutput]]:
-        """Runs the prompts without a problem; the others get their one output."""
+    def _run(self, prepared: list[Prepared | Refusal], use_tqdm: bool) -> list[list[RequestOutput]]:
+        """Runs the prompts that were not refused; the others get their one output."""
         first_id = self._request_counter
-        self._request_counter += len(checked)
-        results: list[list[RequestOutput]] = [[] for _ in checked]
+        self._request_counter += len(prepared)
+        results: list[list[RequestOutput]] = [[] for _ in prepared]
         engine = self.llm_engine
         try:
-            for position, one in enumerate(checked):
+            for position, one in enumerate(prepared):
                 request_id = str(first_id + position)
-                if one.problem:
-                    results[position] = [_refusal(request_id, one, engine)]
+                if isinstance(one, Refusal):
+                    results[position] = [_refused(request_id, one, engine)]
                 else:
-                    engine.add_request(_USER_ID, request_id, one.params, one.ids, one.opened)
-            with tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar:
-                bar.update(sum(bool(one.problem) for one in checked))
+                    engine.add_prepared(_USER_ID, request_id, one)
+            with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm) as bar:
+                bar.update(sum(isinstance(one, Refusal) for one in prepared))
                 while True:
                     unfinished = engine.has_unfinished_requests()
                     for output in engine.step() if unfinished else engine.flush_inflight_reqs():
@@ -226,21 +202,23 @@ class LLM:
                         return results
         except BaseException:
             # Nothing of this call is left behind for the next one.
-            engine.abort_request([str(first_id + position) for position in range(len(checked))])
+            engine.abort_request([str(first_id + position) for position in range(len(prepared))])
             engine.step()
             raise
 
 
-def _problems(checked: list[_Checked], on_invalid: str) -> dict[int, str]:
+def _problems(prepared: list[Prepared | Refusal], on_invalid: str) -> dict[int, str]:
     """What is wrong, by position in the prompt list; with "raise" the first of it is raised."""
-    problems = {i: f"prompt {i}: {one.problem}" for i, one in enumerate(checked) if one.problem}
+    problems = {i: f"prompt {i}: {one.sentence}" for i, one in enumerate(prepared) if isinstance(one, Refusal)}
     if problems and on_invalid == "raise":
         raise ValueError(next(iter(problems.values())))
     return problems
 
 
-def _completions(one: _Checked) -> list[_Checked]:
+def _completions(one: Prepared | Refusal) -> list[Prepared | Refusal]:
     """The requests that a prompt is, one for each completion."""
+    if one.params.n == 1:
+        return [one]
     return [
         dataclasses.replace(one, params=dataclasses.replace(one.params, n=1, seq_seed=_seed_of(one.params, number)))
         for number in range(one.params.n)
@@ -306,13 +284,14 @@ def _params_per_prompt(
     return [copy_params(one, eos_id) for one in given]
 
 
-def _refusal(request_id: str, one: _Checked, engine: LLMEngine) -> RequestOutput:
+def _refused(request_id: str, refusal: Refusal, engine: LLMEngine) -> RequestOutput:
+    ids = refusal.token_ids
     return RequestOutput(
         request_id=request_id,
-        prompt_len=len(one.ids),
-        token_id=int(one.ids[-1]) if len(one.ids) else -1,
-        finish_reason=one.finish_reason,
+        prompt_len=len(ids),
+        token_id=int(ids[-1]) if len(ids) else -1,
+        finish_reason=refusal.finish_reason,
         finished=True,
         max_num_batched_tokens=engine.limits.max_num_batched_tokens,
-        message=one.problem or "",
+        message=refusal.sentence,
     )

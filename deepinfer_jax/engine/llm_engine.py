@@ -13,16 +13,17 @@ import numpy.typing as npt
 from deepinfer_jax.engine.args import EngineArgs, EngineType
 from deepinfer_jax.engine.core import EngineCore
 from deepinfer_jax.engine.handover.sequence_state import SequenceState, check_state, computed_state
-from deepinfer_jax.engine.images.request_queue import image_contents
+from deepinfer_jax.engine.images.request_images import RequestImages, image_contents
 from deepinfer_jax.engine.loading import load_parts
 from deepinfer_jax.engine.metrics.stats import log_line
 from deepinfer_jax.engine.requests.outputs import RequestOutput
-from deepinfer_jax.engine.requests.prompts import id_problem, token_ids
+from deepinfer_jax.engine.requests.preparation import Prepared, Refusal, RequestRules, prepare
 from deepinfer_jax.engine.requests.request import Request, check_request_id, copy_params
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.engine.requests.stop_texts import StopTexts
 from deepinfer_jax.engine.validation import number
 from deepinfer_jax.scheduler import Imported, Sequence
+from deepinfer_jax.structured import StructuredArgs
 from deepinfer_jax.tokenization import ImagePrompt
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class LLMEngine:
         for output in engine.step():
             ...
 
-    Every program is compiled here; none is compiled later.
+    Every step program is compiled here. Later only a row whose logits are no distribution has one compiled, which finds
+    the cause and is none of a step (see `engine/diagnosis.py`).
 
     With zero-overhead scheduling (on unless DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0) a `step` launches the next step
     before it reads the one before, so tokens come one call later; they are the same.
@@ -48,6 +50,7 @@ class LLMEngine:
     Attributes:
         tokenizer, vocab_size: as loaded.
         limits: what `args`, model, environment and devices resolved to.
+        rules: what `prepare` checks requests by.
         images: opens images, and knows what stands for one in a text.
     """
 
@@ -59,15 +62,26 @@ class LLMEngine:
         self.vocab_size = parts.config.vocab_size
         self._image_token_id = parts.tokens.image_token_id
         self._identity = parts.model.identity
-        self._loop = EngineCore(parts)
-        self.images = self._loop.images
+        self._core = EngineCore(parts)
+        self.images = self._core.images
+        self.rules = RequestRules(
+            vocab_size=self.vocab_size,
+            lengths=self._core.scheduler.limits,
+            has_vision_tower=self.images.has_vision_tower,
+            keep_tokens=self.limits.keep_tokens,
+        )
         self._next_seq_id = 0
         self._closed = False
 
     @property
+    def core(self) -> EngineCore:
+        """The engine step by step: its scheduler, runner and caches, and the requests that are unfinished."""
+        return self._core
+
+    @property
     def compile_count(self) -> int:
         """How many step programs have been compiled; constant from the end of construction on."""
-        return self._loop.runner.compile_count
+        return self._core.runner.compile_count
 
     def add_request(
         self,
@@ -77,7 +91,7 @@ class LLMEngine:
         prompt_token_ids: Any,
         multi_modal_data: Mapping[str, Any] | ImagePrompt | None = None,
         arrival_time: float | None = None,
-    ) -> Sequence | None:
+    ) -> Sequence[Request] | None:
         """Queues a request.
 
         DeepInfer's further parameters are left out: `extra` and `enqueue` serve its image and grammar workers, and
@@ -100,55 +114,27 @@ class LLMEngine:
 
         Returns the sequence, or None, with a log line, if an id is outside the vocabulary (DeepInfer's contract).
         Raises ValueError for an empty prompt, ids that are no integers, images without a vision tower or in another
-        form, parameters that `check_params` refuses, or a request id in use; TypeError for a request id that is no
+        form, parameters that the engine cannot serve, or a request id in use; TypeError for a request id that is no
         string or an arrival_time that is no number.
         """
-        self._check_open()
-        if self.args.engine_type is EngineType.COMPLETION:
-            raise ValueError("a COMPLETION engine computes no prompts: give it requests by import_sequence()")
-        check_request_id(request_id)
-        if arrival_time is None:
-            arrival_time = time.perf_counter()
-        elif not math.isfinite(number("arrival_time", arrival_time)):
+        self._check_can_take(request_id)
+        if arrival_time is not None and not math.isfinite(number("arrival_time", arrival_time)):
             raise ValueError(f"request {request_id}: arrival_time must be finite, got {arrival_time}")
-        self._check_unused(request_id)
         params = copy_params(sampling_params, self.tokenizer.eos_token_id)
-        try:
-            if params.n != 1:
-                raise ValueError(f"a request is one completion, got n={params.n}; LLM.generate gives several")
-            self.check_params(params)
-            images, opened = None, None
-            if isinstance(multi_modal_data, ImagePrompt):
-                self.images.check_tower()
-                opened, prompt_token_ids = multi_modal_data, multi_modal_data.token_ids
-            else:
-                images = self.images.checked(multi_modal_data)
-            ids = token_ids(prompt_token_ids)
-        except ValueError as error:
-            raise ValueError(f"request {request_id}: {error}") from None
-        with_images = images is not None or opened is not None
-        if problem := self.request_problem(ids, params, with_images=with_images):
-            logger.info("request %s is dropped: %s", request_id, problem)
+        prepared = prepare(prompt_token_ids, params, multi_modal_data, self.rules)
+        if isinstance(prepared, Refusal) and prepared.drops:
+            logger.info("request %s is dropped: %s", request_id, prepared.sentence)
             return None
-        if not with_images and (ids == self._image_token_id).any():
-            logger.warning(
-                "request %s: token id %d stands for an image in a chat, but there is no image; it is ordinary text",
-                request_id,
-                self._image_token_id,
-            )
-        return self._submit(
-            user_id=user_id,
-            request_id=request_id,
-            params=params,
-            seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
-            arrival_time=float(arrival_time),
-            prompt_token_ids=ids.astype(np.int32),
-            # What was restored has no log-probabilities.
-            reuse=not params.prompt_logprobs,
-            images=() if opened is None else image_contents(opened),
-            image_prompt=opened,
-            unopened=images,
-        )
+        return self._queue(user_id, request_id, prepared, arrival_time)
+
+    def add_prepared(self, user_id: str, request_id: str, prepared: Prepared | Refusal) -> Sequence[Request]:
+        """Queues what `prepare` gave by the engine's `rules`: `add_request` for who has checked a request already.
+
+        Raises ValueError for a refused one, unless it is too long: it is accepted then and gives its one output. Raises
+        what `add_request` does for a request id.
+        """
+        self._check_can_take(request_id)
+        return self._queue(user_id, request_id, prepared, None)
 
     def computed_requests(self) -> list[str]:
         """Requests of a PROMPT engine whose prompt is computed, in that order.
@@ -156,7 +142,7 @@ class LLMEngine:
         They hold slot and blocks until they are exported or aborted, and others may wait for these: export between two
         steps, not after the last one.
         """
-        return list(self._loop.computed)
+        return list(self._core.computed)
 
     def export_sequence(self, request_id: str) -> SequenceState:
         """Takes a computed prompt out of a PROMPT engine, for the `import_sequence` of a COMPLETION engine.
@@ -168,18 +154,18 @@ class LLMEngine:
             raise ValueError(
                 f"a {self.args.engine_type.name} engine hands nothing over; make one with engine_type=EngineType.PROMPT"
             )
-        if request_id not in self._loop.computed:
+        if request_id not in self._core.computed:
             raise ValueError(
-                f"request {request_id} is not a computed prompt; there are: {', '.join(self._loop.computed) or 'none'}"
+                f"request {request_id} is not a computed prompt; there are: {', '.join(self._core.computed) or 'none'}"
             )
-        sequence = self._loop.computed[request_id]
+        sequence = self._core.computed[request_id]
         assert self._identity is not None
-        with self._loop.losing_all_on_failure():
-            state = computed_state(self._loop.runner, sequence, self._identity, self.limits.tokens_per_block)
-            self._loop.leave(sequence)
+        with self._core.losing_all_on_failure():
+            state = computed_state(self._core.runner, sequence, self._identity, self.limits.tokens_per_block)
+            self._core.leave(sequence)
         return state
 
-    def import_sequence(self, state: SequenceState) -> Sequence:
+    def import_sequence(self, state: SequenceState) -> Sequence[Request]:
         """Goes on with a prompt that another engine computed; its next output is the second token.
 
         Nothing is computed again, unless the sequence is preempted later.
@@ -199,7 +185,7 @@ class LLMEngine:
         self._check_unused(state.request_id)
         params = copy_params(state.params, self.tokenizer.eos_token_id)
         # What is wrong with one request must not reach the scheduler: a failure there ends all that run.
-        check_state(state, self._loop.runner, self.limits, params.max_tokens)
+        check_state(state, self._core.runner, self.limits, params.max_tokens)
         return self._submit(
             user_id=state.user_id,
             request_id=state.request_id,
@@ -209,8 +195,36 @@ class LLMEngine:
             prompt_token_ids=state.prompt_token_ids,
             output_token_ids=state.output_token_ids.tolist(),
             imported=Imported(num_tokens=state.num_tokens, state=state.slot, blocks=state.blocks),
-            images=() if state.image_prompt is None else image_contents(state.image_prompt),
+            structured=params.structured(),
             image_prompt=state.image_prompt,
+        )
+
+    def _queue(
+        self, user_id: str, request_id: str, prepared: Prepared | Refusal, arrival_time: float | None
+    ) -> Sequence[Request]:
+        if isinstance(prepared, Refusal):
+            if not prepared.is_too_long:
+                raise ValueError(f"request {request_id}: {prepared.sentence}")
+            prepared = Prepared(params=prepared.params, token_ids=prepared.token_ids.astype(np.int32))
+        params, ids = prepared.params, prepared.token_ids
+        if not prepared.with_images and (ids == self._image_token_id).any():
+            logger.warning(
+                "request %s: token id %d stands for an image in a chat, but there is no image; it is ordinary text",
+                request_id,
+                self._image_token_id,
+            )
+        return self._submit(
+            user_id=user_id,
+            request_id=request_id,
+            params=params,
+            seed=random.getrandbits(64) if params.seq_seed is None else params.seq_seed,
+            arrival_time=time.perf_counter() if arrival_time is None else float(arrival_time),
+            prompt_token_ids=ids,
+            # What was restored has no log-probabilities.
+            reuse=not params.prompt_logprobs,
+            structured=prepared.structured,
+            image_prompt=prepared.image_prompt,
+            unopened=prepared.unopened,
         )
 
     def _submit(
@@ -219,17 +233,15 @@ class LLMEngine:
         params: SamplingParams,
         seed: int,
         prompt_token_ids: npt.NDArray[np.int32],
+        structured: StructuredArgs | None = None,
         image_prompt: ImagePrompt | None = None,
-        unopened: Mapping[str, Any] | None = None,
+        unopened: RequestImages | None = None,
         **fields: Any,
-    ) -> Sequence:
-        """Hands the scheduler a sequence with these fields. unopened: images that are not in the prompt yet."""
-        prompt_len = len(prompt_token_ids)
-        structured = params.structured()
-        constraint = None if structured is None else self._loop.grammars.constraint(structured)
-        wanted = {"grammar": constraint, "images": unopened}
-        awaits = {name for name, value in wanted.items() if value is not None}
-        refusal = self._loop.scheduler.refusal(prompt_len, params.max_tokens, imported="imported" in fields)
+    ) -> Sequence[Request]:
+        """Hands the core a sequence with these fields; unopened: images that are not in the prompt yet."""
+        constraint = None if structured is None else self._core.grammars.constraint(structured)
+        work = {self._core.grammars.name: constraint, self._core.images.name: unopened}
+        awaits = {name for name, value in work.items() if value is not None}
         sequence = Sequence(
             seq_id=self._next_seq_id,
             prompt_token_ids=prompt_token_ids,
@@ -239,50 +251,18 @@ class LLMEngine:
             ignore_eos=params.ignore_eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             stop_text=StopTexts(self.tokenizer.decode, tuple(params.stop), params.min_tokens) if params.stop else None,
-            most_cached_tokens=self._loop.most_cached_tokens(prompt_len),
+            most_cached_tokens=self._core.most_cached_tokens(len(prompt_token_ids)),
             schedulable=not awaits,
             # With drafts it depends on the results in flight which outputs a step gives, so which ids it is forced to.
             waits_for_results=constraint is not None
             or (self.limits.num_drafts > 0 and params.golden_token_ids is not None),
-            request=Request(
-                params, seed=seed, error=refusal or "", constraint=constraint, image_prompt=image_prompt, awaits=awaits
-            ),
+            images=image_contents(image_prompt),
+            request=Request(params, seed=seed, constraint=constraint, image_prompt=image_prompt, awaits=awaits),
             **fields,
         )
         self._next_seq_id += 1
-        self._loop.add(sequence, unopened)
+        self._core.add(sequence, unopened)
         return sequence
-
-    def check_params(self, params: SamplingParams) -> None:
-        """Raises ValueError for parameters that an engine of these limits cannot serve."""
-        if params.prompt_logprobs and self.limits.keep_tokens is not None:
-            raise ValueError(
-                "prompt_logprobs need the final states of the whole prompt, but with "
-                "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE on only those of its last "
-                f"{self.limits.keep_tokens} tokens are right; ask for none, or use an engine without it"
-            )
-
-    def request_problem(self, ids: Any, params: SamplingParams, *, with_images: bool = False) -> str | None:
-        """Why `add_request` would drop a prompt with these ids, None if it would not. with_images: images come too."""
-        if problem := id_problem(ids, self.vocab_size, with_images=with_images):
-            return problem
-        golden = np.maximum(np.asarray(params.golden_token_ids or [], np.int64), 0)
-        structured = params.structured()
-        named = {
-            "golden_token_ids": golden,
-            "logit_bias": params.logit_bias,
-            "stop_token_ids": params.stop_token_ids,
-            "trigger_token_ids": structured.trigger if structured else None,
-            "bound_token_id": [structured.bound] if structured and structured.bound is not None else None,
-        }
-        for name, own in named.items():
-            if problem := id_problem(np.asarray(list(own if own is not None else ()), np.int64), self.vocab_size):
-                return f"{name}: {problem}"
-        return None
-
-    def length_problem(self, prompt_len: int, params: SamplingParams) -> str | None:
-        """Why a prompt of this length can never run, with the arithmetic; None if it can."""
-        return self._loop.scheduler.refusal(prompt_len, params.max_tokens)
 
     def step(self) -> list[RequestOutput]:
         """Launches a prefill chunk and a decode step where there is work, and reads the results that are due.
@@ -291,18 +271,18 @@ class LLMEngine:
         caller.
         """
         self._check_open()
-        if self._loop.step():
-            self._loop.stats.end_step()
+        if self._core.step():
+            self._core.stats.end_step()
             interval = self.limits.logging_interval
-            if interval > 0 and self._loop.stats.steps % interval == 0:
+            if interval > 0 and self._core.stats.steps % interval == 0:
                 logger.info("%s", log_line(self.stats()))
-        return self._loop.hand_out()
+        return self._core.hand_out()
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Reads all steps that were launched and not yet read; launches none."""
         self._check_open()
-        self._loop.flush()
-        return self._loop.hand_out()
+        self._core.flush()
+        return self._core.hand_out()
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
         """Ends unfinished requests. Returns how many, and the sum of their lengths in tokens.
@@ -315,17 +295,17 @@ class LLMEngine:
         elif not isinstance(request_id, (list, tuple, set, dict)):
             raise TypeError(f"request_id must be a string or a list, tuple, set or dict of them, got {request_id!r}")
         request_ids = set(request_id)
-        if unknown := [name for name in request_ids if name not in self._loop.open]:
+        if unknown := [name for name in request_ids if name not in self._core.open]:
             logger.info("nothing to abort: %s not unfinished", ", ".join(map(str, unknown)))
-        return self._loop.abort(request_ids)
+        return self._core.abort(request_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has something to give. A PROMPT engine has nothing to add to a computed prompt."""
-        return bool(self.get_num_unfinished_requests() or self._loop.ready)
+        return bool(self.get_num_unfinished_requests() or self._core.ready)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not given their last output, computed prompts of a PROMPT engine not counted."""
-        return self._loop.num_unfinished
+        return self._core.num_unfinished
 
     def stats(self) -> dict[str, Any]:
         """What the engine is doing and has done; may be called at any time.
@@ -346,7 +326,7 @@ class LLMEngine:
         place), num_steps_by_size (decode steps by the tokens of their program), verification_slope_ms (what a row took
         beyond what was measured at the start).
         """
-        scheduler = self._loop.scheduler
+        scheduler = self._core.scheduler
         return {
             "num_waiting": scheduler.num_waiting,
             "num_running": scheduler.num_running,
@@ -359,20 +339,28 @@ class LLMEngine:
             "total_slots": scheduler.total_slots,
             "compile_count": self.compile_count,
             **self.images.snapshot(),
-            "num_images_encoded": 0 if self._loop.features is None else self._loop.features.rows.num_encoded,
-            "num_images_reused": 0 if self._loop.features is None else self._loop.features.rows.num_reused,
+            "num_images_encoded": 0 if self._core.features is None else self._core.features.rows.num_encoded,
+            "num_images_reused": 0 if self._core.features is None else self._core.features.rows.num_reused,
             **({} if scheduler.verification is None else scheduler.verification.snapshot()),
-        } | self._loop.stats.snapshot()
+        } | self._core.stats.snapshot()
 
     def close(self) -> None:
         """Frees parameters, cache and requests; a closed engine refuses new ones. May be called again."""
         self._closed = True
-        self._loop.close()
+        self._core.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
 
+    def _check_can_take(self, request_id: str) -> None:
+        """Raises an error unless the engine runs prompts and has no unfinished request of this name."""
+        self._check_open()
+        if self.args.engine_type is EngineType.COMPLETION:
+            raise ValueError("a COMPLETION engine computes no prompts: give it requests by import_sequence()")
+        check_request_id(request_id)
+        self._check_unused(request_id)
+
     def _check_unused(self, request_id: str) -> None:
-        if request_id in self._loop.open or any(output.request_id == request_id for output in self._loop.ready):
+        if request_id in self._core.open or any(output.request_id == request_id for output in self._core.ready):
             raise ValueError(f"request {request_id} is unfinished; give the new request another id")

@@ -55,7 +55,7 @@ def exits(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "how", "cause"),
     [
-        ("_loop.scheduler.schedule", never_again, "OSError: out of order"),  # nothing could end: it would fail for ever
+        ("core.scheduler.schedule", never_again, "OSError: out of order"),  # nothing could end: it would fail for ever
         ("step", exits, "SystemExit: 3"),
         ("add_request", exits, "SystemExit: 3"),
         ("abort_request", exits, "SystemExit: 3"),

@@ -124,10 +124,10 @@ def test_an_engine_that_lost_a_step_gives_the_same_tokens_again() -> None:
         engine.add_request("u", f"lost{i}", params(i), prompt)
     engine.step()
     engine.step()
-    broken, engine._loop.runner._programs.steps = engine._loop.runner._programs.steps, {}
+    broken, engine.core.runner._programs.steps = engine.core.runner._programs.steps, {}
     with pytest.raises(RuntimeError, match="no decode program"):
         engine.step()
-    engine._loop.runner._programs.steps = broken
+    engine.core.runner._programs.steps = broken
     assert [outputs[-1].finish_reason for outputs in run(engine).values()] == ["abort"] * 3
     assert answers(engine) == EXPECTED
 
@@ -152,7 +152,7 @@ def test_rejected_drafts_leave_nothing_in_slots_and_blocks() -> None:
     compared = 0
     for _ in range(7):
         engine.step()
-        for sequence in engine._loop.scheduler._residents.running:
+        for sequence in engine.core.scheduler._residents.running:
             twin = computed_afresh(fresh, sequence)
             assert state(engine, sequence) == state(fresh, twin)
             fresh.abort_request(twin.request_id)
@@ -176,7 +176,7 @@ def state(engine: LLMEngine, sequence: Sequence) -> list[Any]:
     """Slot state, length and last token, drafts with distributions and confidences, and the tokens in the blocks."""
     count, place = len(sequence) - 1, (sequence.dp_rank, sequence.state_id)
     where = [np.asarray([n], np.int32) for n in (*place, count)]
-    cache, table = engine._loop.runner._state  # type: ignore[misc]
+    cache, table = engine.core.runner._state  # type: ignore[misc]
     blocks = cache["tokens"][sequence.dp_rank, np.asarray(sequence.block_table)].reshape(-1)[:count]
     kept = [blocks, *(array[place] for array in (table.lengths, table.last_token, *vars(table.drafts).values()))]
-    return [engine._loop.runner.read_slots(*where).result().tobytes(), *(np.asarray(array).tolist() for array in kept)]
+    return [engine.core.runner.read_slots(*where).result().tobytes(), *(np.asarray(array).tolist() for array in kept)]

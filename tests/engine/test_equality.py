@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small_engine(folder: Path) -> Iterator[LLM]:
     llm = LLM(folder, precision=PRECISION, decode_sequence=False, **SMALL)
-    assert "poison" in llm.llm_engine._loop.runner._programs.state_ops
+    assert "poison" in llm.llm_engine.core.runner._programs.state_ops
     yield llm
     llm.close()
 

@@ -1,4 +1,4 @@
-"""Rows of image features against a brute-force twin, and what a prefill step is told about its images."""
+"""Rows of image features against a brute-force twin, and what a prefill step gets of its images."""
 
 from types import SimpleNamespace
 

@@ -208,7 +208,7 @@ def test_an_idle_engine_waits_for_a_grammar_without_spinning_and_runs_others_mea
         steps += 1
     assert order[4:] == ["a"] * (len(order) - 4) and len(order) > 4
     assert steps < 150  # half a second of steps that wait for nothing would be thousands
-    engine._loop.scheduler.check_idle()
+    engine.core.scheduler.check_idle()
 
 
 def test_a_grammar_that_is_late_ends_its_request(monkeypatch) -> None:
@@ -268,7 +268,7 @@ def test_a_step_that_fails_leaves_those_that_wait_for_their_grammar(monkeypatch)
     held = Held(monkeypatch)
     engine.add_request("user", "kept", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loop.runner, "decode", lambda *args: 1 / 0)
+        patch.setattr(engine.core.runner, "decode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             for _ in range(5):
                 engine.step()
@@ -356,7 +356,7 @@ def test_an_engine_without_grammars_starts_no_threads() -> None:
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(3), random_prompt(3))
     run(engine)
-    assert engine._loop.grammars._pool is None
+    assert engine.core.grammars._pool is None
     engine.close()
 
 
@@ -364,7 +364,7 @@ def test_closing_ends_the_threads() -> None:
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
     run(engine)
-    threads = engine._loop.grammars._pool._threads
+    threads = engine.core.grammars._pool._threads
     engine.close()
     for thread in threads:
         thread.join(10)

@@ -119,7 +119,7 @@ class HandoverTraffic(RuleBasedStateMachine):
             self.step(self.completion_engine, 1)
         for engine in engines:
             assert engine.flush_inflight_reqs() == []
-            engine._loop.scheduler.check_idle()
+            engine.core.scheduler.check_idle()
             assert is_idle(engine.stats())
         assert self.outputs.keys() == self.requests.keys()
         for request_id, (prompt, params) in self.requests.items():

@@ -187,7 +187,7 @@ def test_a_step_that_fails_leaves_a_request_that_waits_for_its_images(
     engine.add_request("u", "a", greedy(), IDS, images(toy_image()))
     engine.add_request("u", "text", greedy(), TEXT)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loop.runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("gone")))
+        patch.setattr(engine.core.runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("gone")))
         with pytest.raises(RuntimeError, match="gone"):
             engine.step()
     held(engine).may.set()
@@ -220,7 +220,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting_for_images(engine: LLMEn
         return interrupt.lines
 
     # A step begins with the images; the rest of it is the same for text, and tested with it.
-    for at in range(1, min(lines_of_call(None), 60)):
+    for at in range(1, min(lines_of_call(None), 200)):
         lines_of_call(at)
 
 
@@ -302,6 +302,6 @@ def test_requests_with_images_stream_and_can_be_left() -> None:
             held(llm_engine).may.set()
             (output,) = await read(engine.generate(IDS, greedy(), "a", multi_modal_data=images(b"x")))
             assert output.finish_reason == "ve_error"
-            llm_engine._loop.scheduler.check_idle()
+            llm_engine.core.scheduler.check_idle()
 
     asyncio.run(main())

@@ -16,10 +16,16 @@ from tests.support.toy import greedy_twin, make_table, random_prompt, run, token
 # Outputs that are on their way out of `step` are the caller's: an interrupt there loses them as in any function.
 _FILES = (
     "engine/llm_engine.py",
-    "engine/images/workers.py",
-    "engine/requests/results.py",
-    "engine/requests/request.py",
     "engine/core.py",
+    "engine/launch.py",
+    "engine/commit.py",
+    "engine/images/opener.py",
+    "engine/images/workers.py",
+    "engine/requests/background.py",
+    "engine/requests/outputs.py",
+    "engine/requests/preparation.py",
+    "engine/requests/request.py",
+    "engine/requests/results.py",
     "runtime/device_state.py",
     "runtime/runner.py",
     "runtime/step_result.py",
@@ -63,9 +69,9 @@ class Interrupt:
 
 
 def crowded(interrupt: Interrupt, **kwargs: Any) -> tuple[LLMEngine, Counter[str]]:
-    """Eight requests in a pool that holds one, two of them aborted; how often each was told its end.
+    """Eight requests in a pool that holds one, two of them aborted; how often the end of each was reported.
 
-    One whose `add_request` was interrupted may or may not be among them, as in any call; it counts as told.
+    One whose `add_request` was interrupted may or may not be among them, as in any call; it counts as reported.
     """
     engine = toy_engine(num_kv_blocks=12, **kwargs)
     rng = np.random.default_rng(3)
@@ -109,7 +115,7 @@ def test_an_interrupt_at_any_line_ends_what_ran_once_and_the_engine_goes_on(
     for at in range(1, whole.lines, 599):
         engine, ends = crowded(Interrupt(at), **options)
         assert ends == {str(i): 1 for i in range(8)}
-        engine._loop.scheduler.check_idle()
-        assert engine._loop.scheduler.num_unfinished == 0
+        engine.core.scheduler.check_idle()
+        assert engine.core.scheduler.num_unfinished == 0
         engine.add_request("u", "0", SamplingParams(temperature=0, max_tokens=4), [5, 6])  # the name is free again
         assert tokens(run(engine)["0"]) == greedy_twin(make_table(), [5, 6], 4)

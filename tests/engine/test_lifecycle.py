@@ -138,7 +138,7 @@ class Broken:
 
 def breaks_at(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Lets the third decode launch of the engine fail, at once or when its result is read."""
-    runner, launches = engine._loop.runner, []
+    runner, launches = engine.core.runner, []
     decode = runner.decode
 
     def third_fails(*arguments: Any) -> Any:
@@ -178,9 +178,9 @@ def test_a_step_that_breaks_ends_what_ran_and_the_engine_goes_on(
     assert tokens(results["next"]) == greedy_twin(TABLE, [8, 9], 3)
 
 
-def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_results_are_committed_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine()
-    update = engine._loop.scheduler.update
+    update = engine.core.scheduler.update
     params = SamplingParams(temperature=0, max_tokens=1)
     engine.add_request("u", "ends", params, [5, 6])
     engine.add_request("u", "goes on", SamplingParams(max_tokens=9), [5, 6])
@@ -190,7 +190,7 @@ def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch
         update(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._loop.scheduler, "update", interrupted)
+    monkeypatch.setattr(engine.core.scheduler, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         while True:
             engine.step()
@@ -208,14 +208,14 @@ def test_an_interrupt_while_results_are_booked_leaves_no_name_in_use(monkeypatch
 
 def test_an_idle_engine_whose_pools_are_not_full_says_so_and_fills_them() -> None:
     engine = toy_engine()
-    engine._loop.scheduler._residents.blocks[0].allocate(1)  # lost
+    engine.core.scheduler._residents.blocks[0].allocate(1)  # lost
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=2), [5, 6])
     with pytest.raises(AssertionError, match=r"not idle: 0 sequences run, 59 of 60 blocks"):
         run(engine)
     (last,) = engine.step()  # what was read is not lost
     assert (last.token_id, last.finish_reason) == (greedy_twin(TABLE, [5, 6], 2)[1], "length")
     assert not engine.has_unfinished_requests()
-    engine._loop.scheduler.check_idle()
+    engine.core.scheduler.check_idle()
 
 
 def test_the_log_has_a_line_every_so_many_steps(

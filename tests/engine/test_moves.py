@@ -141,9 +141,9 @@ def test_all_programs_are_made_at_the_start() -> None:
     engine = toy_engine(enable_prefix_caching=False)
     has = "write_adjustments"
     with pytest.raises(RuntimeError, match=f"no poison program was compiled; this runner has: {has}"):
-        engine._loop.runner.poison([[0]], [[0]])
+        engine.core.runner.poison([[0]], [[0]])
     with pytest.raises(RuntimeError, match="no read_slots program"):
-        engine._loop.runner.read_slots(*np.zeros((3, 1), np.int32))
+        engine.core.runner.read_slots(*np.zeros((3, 1), np.int32))
 
 
 def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:

@@ -1,12 +1,13 @@
 """Results of a step to outputs, also with several tokens per row, as verified drafts will give them (DB §1.6)."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deepinfer_jax.engine.requests.outputs import RequestOutput
+from deepinfer_jax.engine.requests.outputs import RequestOutput, token_output
 from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, token_outputs
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
@@ -43,15 +44,15 @@ def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
 
 
 def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> None:
-    """Two verified drafts: all taken; one rejected; all but cut short by EOS; not finite, from the start, after one."""
+    """Two verified drafts: all accepted; one rejected; all but cut short by EOS; not finite at once, or later."""
     sequences = [running(name, [7]) for name in ("all", "one", "ends", "bad", "late")]
     sequences[1].output_token_ids.append(7)
     tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0], [51, 0, 0]]
-    taken = [
+    emitted = [
         (row, sequence.append_tokens(tokens[row][:count]))
         for row, (sequence, count) in enumerate(zip(sequences[:3], (3, 2, 3), strict=True))
     ]
-    taken += [(3, 0), (4, sequences[4].append_tokens([51]))]
+    emitted += [(3, 0), (4, sequences[4].append_tokens([51]))]
     for sequence in sequences[3:]:
         sequence.status = SequenceStatus.FINISHED_FAILED
         sequence.request.error = "no distribution"
@@ -60,7 +61,7 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
     confidences = np.asarray([[0, 1], [-1, 90], [2, 3], [np.nan, 0], [0, 0]], np.float32)
     verified = np.asarray([3, 3, 2, 3, 3], np.int32)
     given = results(tokens, counts=counts, verified=verified, confidences=confidences)
-    outputs = token_outputs(step, given, taken, 64, (1.0, 2.0))
+    outputs = token_outputs(step, given, emitted, 64, (1.0, 2.0))
 
     def seen(output: RequestOutput) -> tuple[Any, ...]:
         return output.request_id, output.token_id, output.num_output_tokens, output.draft_tok, output.accept_tok
@@ -91,13 +92,28 @@ def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> Non
     ]
 
 
+def test_the_quick_way_to_an_output_gives_what_the_constructor_gives() -> None:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_len": 3,
+        "token_id": 5,
+        "max_num_batched_tokens": 64,
+        "token_logprobs": -0.5,
+        "num_output_tokens": 7,
+    }
+    first, second = token_output(**fields), token_output(**fields)
+    assert first == RequestOutput(**fields) and dataclasses.asdict(first) == dataclasses.asdict(RequestOutput(**fields))
+    first.top_logprobs.append(1.0)
+    assert second.top_logprobs == []  # nothing is shared
+
+
 def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
     sequences = [running("two", [7], top_logprobs=2), running("none", [7])]
-    taken = [(row, sequence.append_tokens([5, 6])) for row, sequence in enumerate(sequences)]
+    emitted = [(row, sequence.append_tokens([5, 6])) for row, sequence in enumerate(sequences)]
     top = np.arange(2 * 2 * 8, dtype=np.int32).reshape(2, 2, 8)
     step: Any = SimpleNamespace(sequences=sequences)
     outputs = token_outputs(
-        step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), taken, 64, ()
+        step, results([[5, 6], [5, 6]], top_tokens=top, top_logprobs=-top.astype(np.float32)), emitted, 64, ()
     )
     # Behind the likeliest comes the token itself, which is not among them.
     assert [output.top_token_ids for output in outputs] == [[0, 1, 5], [8, 9, 6], [], []]

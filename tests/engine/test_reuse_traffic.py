@@ -100,15 +100,15 @@ class ReuseTraffic(RuleBasedStateMachine):
 
     def spoil(self, pick: int) -> None:
         """The slot of a running request loses its state, so that the logits of its next step are NaN."""
-        running = [sequence for sequence in self.engine._loop.open.values() if sequence.state_id >= 0]
+        running = [sequence for sequence in self.engine.core.open.values() if sequence.state_id >= 0]
         if running:
             sequence = running[pick % len(running)]
             self.spoiled.add(sequence.request_id)
-            self.engine._loop.runner.poison([[]], [[sequence.state_id]])
+            self.engine.core.runner.poison([[]], [[sequence.state_id]])
 
     def lose(self, kind: str, *, is_launched: bool) -> None:
         """A step breaks, and with it go the pools."""
-        runner = self.engine._loop.runner
+        runner = self.engine.core.runner
         launch = getattr(runner, kind)
 
         def broken(*arguments: Any) -> Any:
@@ -131,7 +131,7 @@ class ReuseTraffic(RuleBasedStateMachine):
             self.take(engine.step)
         self.take(engine.flush_inflight_reqs)
         self.take(engine.step)  # the scheduler's word on requests that a broken step has ended
-        engine._loop.scheduler.check_idle()
+        engine.core.scheduler.check_idle()
         stats = engine.stats()
         assert is_idle(stats) and stats["snapshot_bytes"] <= self.budget
         assert engine.compile_count == self.compiled
@@ -146,7 +146,7 @@ class ReuseTraffic(RuleBasedStateMachine):
             self.seen[reason] += 1
             self.seen["requests"] += 1
             self.seen["hits"] += outputs[0].num_cached_tokens > 0
-        counts = {"preemptions": stats["num_preemptions"], "evictions": engine._loop.scheduler.snapshots.num_evicted}
+        counts = {"preemptions": stats["num_preemptions"], "evictions": engine.core.scheduler.snapshots.num_evicted}
         self.seen.update(+Counter(counts))  # those above 0
         engine.close()
 

@@ -80,7 +80,7 @@ def ask(engine: LLMEngine, prompt: list[int]) -> tuple[list[int], int, str]:
 
 
 def snapshots(engine: LLMEngine) -> list[np.ndarray]:
-    return list(engine._loop.scheduler.snapshots._states.values())
+    return list(engine.core.scheduler.snapshots._states.values())
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -93,9 +93,9 @@ def test_a_nan_in_the_cache_fails_one_request_and_the_next_computes_it_anew(wher
     assert ask(engine, prompt) == (right, 0, "length")
     assert ask(engine, other) == (greedy_twin(TABLE, other, 3), 0, "length")
     if where == "block":
-        block = engine._loop.scheduler._residents.blocks[0].match(key_of_first_block(engine))
+        block = engine.core.scheduler._residents.blocks[0].match(key_of_first_block(engine))
         assert block is not None
-        engine._loop.runner.poison([[block]], [[]])
+        engine.core.runner.poison([[block]], [[]])
     else:
         for state in snapshots(engine):
             state.fill(0xFF)
@@ -110,7 +110,7 @@ def test_a_nan_in_the_cache_fails_one_request_and_the_next_computes_it_anew(wher
 
 def key_of_first_block(engine: LLMEngine) -> bytes:
     """Of the least recently used text."""
-    return next(iter(engine._loop.scheduler._residents.blocks[0]._block_of))
+    return next(iter(engine.core.scheduler._residents.blocks[0]._block_of))
 
 
 def test_snapshots_that_are_given_up_are_overwritten() -> None:

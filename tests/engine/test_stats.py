@@ -137,8 +137,8 @@ def test_prometheus_reads_the_same_figures_under_conventional_names() -> None:
 def test_a_step_leaves_the_garbage_collector_as_it_was() -> None:
     engine = toy_engine()
     seen = []
-    schedule = engine._loop.scheduler.schedule
-    engine._loop.scheduler.schedule = lambda: (seen.append(gc.isenabled()), schedule())[1]  # type: ignore[method-assign]
+    schedule = engine.core.scheduler.schedule
+    engine.core.scheduler.schedule = lambda: (seen.append(gc.isenabled()), schedule())[1]  # type: ignore[method-assign]
     engine.step()
     assert gc.isenabled()
     gc.disable()

@@ -52,4 +52,4 @@ def test_ten_thousand_requests_leave_less_than_a_kilobyte_each() -> None:
             resident.append(process.memory_info().rss)
     slope = np.polyfit(counts, resident, 1)[0]
     assert slope < 1024, f"{slope:.0f} bytes per request"
-    engine._loop.scheduler.check_idle()
+    engine.core.scheduler.check_idle()

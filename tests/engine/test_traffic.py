@@ -35,7 +35,7 @@ class Traffic:
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
         for name in ("prefill", "decode"):
-            setattr(engine._loop.runner, name, self._unreliable(getattr(engine._loop.runner, name)))
+            setattr(engine.core.runner, name, self._unreliable(getattr(engine.core.runner, name)))
 
     def _unreliable(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def sometimes(*arguments: Any) -> Any:
@@ -97,8 +97,8 @@ def test_every_request_is_told_its_own_tokens_and_its_end_once(
             traffic.act()
         traffic.finish()
         engine.step()  # the scheduler's word on requests that a broken step has ended
-        engine._loop.scheduler.check_idle()
-        assert engine._loop.scheduler.num_unfinished == 0
+        engine.core.scheduler.check_idle()
+        assert engine.core.scheduler.num_unfinished == 0
         assert traffic.outputs.keys() == traffic.requests.keys()
         for request_id, (prompt, params) in traffic.requests.items():
             check(traffic.outputs[request_id], prompt, params)

@@ -92,7 +92,7 @@ def test_the_policy_learns_and_its_figures_are_in_the_statistics() -> None:
     # The toy's confidences are sigmoid(-3 … 3) whatever happens; three of four of its drafts are the target's.
     assert 0.3 < stats["predicted_acceptance"][0] < 0.7 and 0.5 < stats["real_acceptance"][0] < 0.95
     assert stats["verification_slope_ms"] >= 0
-    policy = engine._loop.scheduler.verification
+    policy = engine.core.scheduler.verification
     assert isinstance(policy, DraftPolicy) and policy.acceptance.judged[0] > 20
 
 

@@ -25,7 +25,7 @@ class Gate:
         self._arrivals = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
         self._is_open = False
-        self._runner = engine._loop.runner
+        self._runner = engine.core.runner
         self.step = engine.step
         engine.step = self._step  # type: ignore[method-assign]
 
@@ -73,8 +73,8 @@ async def settle(engine: AsyncLLMEngine) -> None:
     stats = await engine.stats()
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     assert (stats["free_blocks"], stats["free_slots"]) == (stats["total_blocks"], stats["total_slots"])
-    assert not engine.llm_engine._loop.launched
-    engine.llm_engine._loop.scheduler.check_idle()
+    assert not engine.llm_engine.core.launched
+    engine.llm_engine.core.scheduler.check_idle()
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -21,7 +21,7 @@ LENGTHS = [1, 2, 15, 16, 17, 33, 64, 100, 117, 5]
 
 def gathered_shapes(llm: LLM) -> list[str]:
     """Shapes of all arrays that the step programs collect from several devices."""
-    texts = [program.as_text() for program in llm.llm_engine._loop.runner._programs.steps.values()]
+    texts = [program.as_text() for program in llm.llm_engine.core.runner._programs.steps.values()]
     return sorted({shape for text in texts for shape in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", text)})
 
 
@@ -71,7 +71,7 @@ def run(data: int, expert: int) -> dict[str, object]:
             before = engine.stats()["num_cached_tokens"]
             repeated.append(generate(llm, prompts, params) == found and engine.stats()["num_cached_tokens"] > before)
         stats = engine.stats()
-        cache = engine._loop.runner._state.cache  # type: ignore[union-attr]
+        cache = engine.core.runner._state.cache  # type: ignore[union-attr]
         return {
             "wrong": wrong,
             "repeated_from_cache": repeated,

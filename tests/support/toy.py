@@ -265,7 +265,7 @@ def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
         for output in engine.step():
             results.setdefault(output.request_id, []).append(output)
     assert engine.flush_inflight_reqs() == []  # at most rows whose sequence ended a step earlier
-    engine._loop.scheduler.check_idle()
+    engine.core.scheduler.check_idle()
     return results
 
 

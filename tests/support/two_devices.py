@@ -21,7 +21,7 @@ def serve(**kwargs: object) -> dict[str, object]:
         engine.add_request("u", str(i), params, random_prompt(1 + 5 * i % 31, seed=i))
         for output in engine.step() if i % 4 == 3 else []:
             results.setdefault(output.request_id, []).append(output.token_id)
-        data_indices |= {sequence.dp_rank for sequence in engine._loop.open.values() if sequence.dp_rank >= 0}
+        data_indices |= {sequence.dp_rank for sequence in engine.core.open.values() if sequence.dp_rank >= 0}
     engine.add_request("u", "gone", SamplingParams(max_tokens=9), [5, 6])
     for output in engine.step():
         results.setdefault(output.request_id, []).append(output.token_id)
@@ -35,7 +35,7 @@ def serve(**kwargs: object) -> dict[str, object]:
         "data_indices": sorted(data_indices),
         "num_preemptions": stats["num_preemptions"],
         "pools": [stats[name] for name in ("free_blocks", "total_blocks", "free_slots", "total_slots")],
-        "cache_devices": len(engine._loop.runner._state.cache["tokens"].devices()),
+        "cache_devices": len(engine.core.runner._state.cache["tokens"].devices()),
         "aborted": stats["num_finished"]["abort"],
     }
 

@@ -30,14 +30,14 @@ def reuse() -> dict[str, object]:
         engine.add_request("u", str(i), params(i), beginning)
     while engine.has_unfinished_requests():
         engine.step()
-        wrote |= {name: one.dp_rank for name, one in engine._loop.open.items() if one.dp_rank >= 0}
+        wrote |= {name: one.dp_rank for name, one in engine.core.open.items() if one.dp_rank >= 0}
     for i in range(4):
         engine.add_request("u", str(i), params(i), BEGINNINGS[i % 2] + random_prompt(5, seed=10 + i))
     results = {str(i): [] for i in range(4)}
     while engine.has_unfinished_requests():
         for output in engine.step():
             results[output.request_id].append(output)
-        found |= {name: one.dp_rank for name, one in engine._loop.open.items() if one.dp_rank >= 0}
+        found |= {name: one.dp_rank for name, one in engine.core.open.items() if one.dp_rank >= 0}
     for outputs in results.values():
         answers.append(tokens(outputs))
         cached.append(outputs[0].num_cached_tokens)

@@ -14,14 +14,14 @@ from tests.support.varlen_engine import varlen_engine
 if __name__ == "__main__":
     engine = varlen_engine(choose="random", data_parallel_size=2, max_num_seqs=8, num_kv_blocks=20)
     sizes: Counter[int] = Counter()
-    decode, data_indices = engine._loop.runner.decode, set()
+    decode, data_indices = engine.core.runner.decode, set()
 
     def counted(step, *arguments):
         sizes[step.bucket.tokens] += 1
         data_indices.update(step.dp_rank.tolist())
         return decode(step, *arguments)
 
-    engine._loop.runner.decode = counted  # type: ignore[method-assign]
+    engine.core.runner.decode = counted  # type: ignore[method-assign]
     for i in range(12):
         params = SamplingParams(max_tokens=2 + i % 9, temperature=0, ignore_eos=True)
         engine.add_request("u", str(i), params, random_prompt(1 + 3 * i % 23, seed=i))

@@ -35,7 +35,7 @@ def varlen_engine(*, choose: str = "policy", **kwargs: object) -> LLMEngine:
 
 def random_choice(engine: LLMEngine, *, smallest: bool = False) -> None:
     """Has the engine size its steps at random, or as small as can be; with a random budget."""
-    policy, data = engine._loop.scheduler.verification, engine.limits.data_parallel_size
+    policy, data = engine.core.scheduler.verification, engine.limits.data_parallel_size
     assert policy is not None
     rng = np.random.default_rng(0)
 

@@ -58,8 +58,8 @@ def draft_pairs(
 
     Args:
         results: the outputs of each request.
-        temperatures: at which their confidence scores were told, one per draft. A score that rounds to 0 or 1 stands
-            for a logit of ±36 there.
+        temperatures: at which their confidence scores were reported, one per draft. A score that rounds to 0 or 1
+            stands for a logit of ±36 there.
     """
     logits: list[npt.NDArray[np.float64]] = []
     accepted: list[int] = []

@@ -34,16 +34,16 @@ def draft_policy(runner: Runner, buckets: BucketTable, config: EngineConfig, key
 
 
 class StepClock:
-    """Tells how long the device took for a decode step, from when the host launched and when it read."""
+    """Finds out how long the device took for a decode step, from when the host launched and when it read."""
 
     def __init__(self) -> None:
         self._last_arrival = -math.inf
 
     def read(self, launched: Launched, asked: float, arrived: float) -> tuple[float, float] | None:
-        """(milliseconds of the step, those that the device stood still before it); None if it cannot be told.
+        """(milliseconds of the step, those that the device stood still before it); None if it is not known.
 
-        Every step is to be told, in the order of the device. It can be told of a decode step for which the host had to
-        wait and behind which nothing was read.
+        Every step is to be reported, in the order of the device. The time is known of a decode step for which the host
+        had to wait and behind which nothing was read.
 
         Args:
             asked, arrived: when the host began to wait for the result, and when it had it; time.perf_counter().

@@ -33,7 +33,7 @@ def joined_pixels(image_prompt: ImagePrompt | None) -> npt.NDArray[np.uint8]:
 def image_prompt(
     token_ids: npt.NDArray[np.int32], described: list[dict[str, Any]], pixels: npt.NDArray[np.uint8]
 ) -> ImagePrompt | None:
-    """The prompt of which `described_images` and `joined_pixels` told; None if it has no image.
+    """The prompt that `described_images` and `joined_pixels` describe; None if it has no image.
 
     Args:
         token_ids: int32 [n], of the expanded prompt.

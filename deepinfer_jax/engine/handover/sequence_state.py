@@ -22,6 +22,7 @@ from deepinfer_jax.config.model_config import ModelConfig
 from deepinfer_jax.engine.config import EngineConfig
 from deepinfer_jax.engine.handover.images import described_images, image_prompt, joined_pixels
 from deepinfer_jax.engine.requests.columns import slot_places
+from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.scheduler import Sequence, blocks_for
 from deepinfer_jax.tokenization import ImagePrompt
@@ -82,7 +83,7 @@ class SequenceState:
         num_tokens: tokens whose state the bytes hold: all but the last.
         blocks: uint8 [blocks, bytes of a block].
         slot: uint8 [bytes of a slot].
-        image: the prompt with its images, which a preemption would want again; None for text.
+        image_prompt: the prompt with its images, which a preemption would want again; None for text.
     """
 
     identity: StateIdentity
@@ -153,7 +154,9 @@ class SequenceState:
         }
 
 
-def computed_state(runner: Runner, sequence: Sequence, identity: StateIdentity, tokens_per_block: int) -> SequenceState:
+def computed_state(
+    runner: Runner, sequence: Sequence[Request], identity: StateIdentity, tokens_per_block: int
+) -> SequenceState:
     """What the device and the host hold of a sequence whose results have all been read."""
     held = sequence.block_table[: blocks_for(sequence.num_tokens, tokens_per_block)]
     blocks = runner.read_blocks(sequence.dp_rank, held)

@@ -90,7 +90,7 @@ class FeatureCache:
         """Compiles these programs."""
         self._encoder.warm_up()
 
-    def for_step(self, step: PrefillStep) -> tuple[Rows, jax.Array]:
+    def for_step(self, step: PrefillStep[Request]) -> tuple[Rows, jax.Array]:
         """What a prefill step reads of images; the step is to be launched next.
 
         Images that it needs and that are not there are encoded first.
@@ -122,12 +122,11 @@ class FeatureCache:
         self._encoder.close()
 
 
-def _shown(step: PrefillStep) -> list[tuple[int, ImageInput, Rows]]:
+def _shown(step: PrefillStep[Request]) -> list[tuple[int, ImageInput, Rows]]:
     """The images of which a step has positions: row, image, and what stands at these positions (`_structure`)."""
     shown = []
     for row, sequence in enumerate(step.sequences):
-        request: Request = sequence.request
-        image_prompt: ImagePrompt | None = request.image_prompt
+        image_prompt = sequence.request.image_prompt
         start = int(step.starts[row])
         stop = start + int(step.num_new_tokens[row])
         for image in () if image_prompt is None else image_prompt.images:
@@ -137,7 +136,7 @@ def _shown(step: PrefillStep) -> list[tuple[int, ImageInput, Rows]]:
     return shown
 
 
-def _places(step: PrefillStep, shown: list[tuple[int, ImageInput, Rows]], rows: Mapping[bytes, Rows]) -> Rows:
+def _places(step: PrefillStep[Request], shown: list[tuple[int, ImageInput, Rows]], rows: Mapping[bytes, Rows]) -> Rows:
     places = np.full(step.tokens.shape, TEXT_PLACE, np.int32)
     for row, image, part in shown:
         at = max(image.start - int(step.starts[row]), 0)

@@ -91,7 +91,7 @@ class ImageWorkers:
         self._held_bytes = 0
         self._num_processed = 0
         self._num_threads_made = 0
-        # Of all that is above; told of whenever a request is done.
+        # Of all that is above; notified whenever a request is done.
         self._changed = threading.Condition()
 
     @property
@@ -107,10 +107,14 @@ class ImageWorkers:
     def submit(self, token_ids: npt.NDArray[np.int32], data: Mapping[str, Any]) -> PendingImages:
         """Asks for a prompt; neither argument is changed, nor may be until it is done."""
         pending = PendingImages(self, token_ids, data)
-        with self._changed:
-            self._queue.append(pending)
-            self._start_threads()
-        return pending
+        try:
+            with self._changed:
+                self._queue.append(pending)
+                self._start_threads()
+            return pending
+        except BaseException:  # an interrupt: who asked never gets it
+            self.release(pending)
+            raise
 
     def release(self, pending: PendingImages) -> None:
         """See `PendingImages.release`."""
@@ -158,20 +162,25 @@ class ImageWorkers:
 
     def _start_threads(self) -> None:
         while len(self._begun) < self._num_threads and (pending := self._begin()) is not None:
-            self._num_threads_made += 1
-            name = f"images-{self._num_threads_made}"
             try:
+                self._num_threads_made += 1
+                name = f"images-{self._num_threads_made}"
                 threading.Thread(target=self._work, args=(pending,), name=name, daemon=True).start()
             except RuntimeError as error:  # the system has no more of them
                 del self._begun[pending]
                 self._finish(pending, None, ImageError(f"no thread could be started to open the images: {error}"))
+            except BaseException:  # an interrupt: whether the thread runs nobody knows, so what it gives is dropped
+                del self._begun[pending]
+                self._queue.appendleft(pending)
+                raise
 
     def _begin(self) -> PendingImages | None:
         """Takes the next request for a thread; None if there is none, or no room for what it will be."""
         if not self._queue or len(self._held) >= self._max_requests or self._held_bytes >= self._max_bytes:
             return None
-        pending = self._queue.popleft()
+        pending = self._queue[0]
         self._begun[pending] = self._clock()
+        self._queue.popleft()
         return pending
 
     def _work(self, pending: PendingImages | None) -> None:

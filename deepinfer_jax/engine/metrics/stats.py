@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from deepinfer_jax.engine.metrics.draft_stats import DraftStats
+from deepinfer_jax.engine.requests.request import Request
+from deepinfer_jax.runtime.step_result import StepResult
+from deepinfer_jax.scheduler import DecodeStep, PrefillStep, StepPlan
 
 Phase = Literal["schedule", "launch", "wait", "process"]
 """schedule: planning a step; launch: packing it and handing it to the device; wait: until its results are there;
@@ -70,6 +73,21 @@ class EngineStats:
         self.queue = _Latency()
         self.first_token = _Latency()
         self._window: deque[_Step] = deque(maxlen=_WINDOW)
+
+    def add_launch(self, plan: StepPlan[Request]) -> None:
+        """Commits the launch of a plan."""
+        if plan.prefill is not None:
+            self.prompt_tokens += int(plan.prefill.num_new_tokens.sum())
+        self.cached_tokens += sum(restore.num_tokens for restore in plan.restores if restore.blocks is None)
+
+    def add_results(
+        self, step: PrefillStep[Request] | DecodeStep[Request], result: StepResult, emitted: list[tuple[int, int]]
+    ) -> None:
+        """Commits what a step gave; emitted: what `Scheduler.update` returned."""
+        self.generation_tokens += sum([number for _, number in emitted])
+        if isinstance(step, DecodeStep):
+            rows = [row for row, number in emitted if number]
+            self.drafts.add(result.verified[rows], result.counts[rows])
 
     def end_step(self) -> None:
         """Commits one engine iteration."""

@@ -4,12 +4,13 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_jax.engine.requests.columns import slot_places
+from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.runtime.slot_sampling import pack_edits
 from deepinfer_jax.scheduler import Sequence, StepPlan
 
 
-def write_adjustments(runner: Runner, plan: StepPlan, vocab_size: int) -> None:
+def write_adjustments(runner: Runner, plan: StepPlan[Request], vocab_size: int) -> None:
     """Launches the writing for the sequences that start in this plan; before its steps."""
     starting = [restore.sequence for restore in plan.restores]
     if plan.prefill is not None:
@@ -24,7 +25,7 @@ def write_adjustments(runner: Runner, plan: StepPlan, vocab_size: int) -> None:
     )
 
 
-def _counts(sequence: Sequence, vocab_size: int) -> npt.NDArray[np.int32]:
+def _counts(sequence: Sequence[Request], vocab_size: int) -> npt.NDArray[np.int32]:
     """int32 [vocab]: `Adjustments.counts`; the last token of the output is what the next step counts."""
     counts = np.zeros(vocab_size, np.int32)
     if sequence.request.params.penalised:

@@ -10,7 +10,7 @@ from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.scheduler import DecodeStep, PrefillStep, Sequence
 
 
-def slot_places(sequences: list[Sequence]) -> dict[str, npt.NDArray[np.int32]]:
+def slot_places(sequences: list[Sequence[Request]]) -> dict[str, npt.NDArray[np.int32]]:
     """Where the slots of sequences are, as arguments of the runner: dp_rank and slots, int32 [n]."""
     return {
         "dp_rank": np.asarray([sequence.dp_rank for sequence in sequences], np.int32),
@@ -18,9 +18,9 @@ def slot_places(sequences: list[Sequence]) -> dict[str, npt.NDArray[np.int32]]:
     }
 
 
-def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
+def sampling_columns(sequences: list[Sequence[Request]]) -> dict[str, npt.NDArray[Any]]:
     """How long each sequence may become and what it samples by, arrays [n]; the device keeps it from step to step."""
-    requests: list[Request] = [sequence.request for sequence in sequences]
+    requests = [sequence.request for sequence in sequences]
     params = [request.params for request in requests]
     columns: dict[str, npt.NDArray[Any]] = {
         name: np.asarray([getattr(p, field.source) for p in params], field.dtype)
@@ -34,7 +34,7 @@ def sampling_columns(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[str, npt.NDArray[Any]]:
+def prefill_columns(step: PrefillStep[Request], keep_tokens: int | None = None) -> dict[str, npt.NDArray[Any]]:
     """What the host says about each row of a prefill, arrays [rows].
 
     next_token is the prompt's token after the new ones: the target of the last new token's log-probability. kept_from
@@ -63,18 +63,18 @@ def prefill_columns(step: PrefillStep, keep_tokens: int | None = None) -> dict[s
     }
 
 
-def mask_bits(step: PrefillStep | DecodeStep) -> npt.NDArray[np.int32]:
+def mask_bits(step: PrefillStep[Request] | DecodeStep[Request]) -> npt.NDArray[np.int32]:
     """int32 [rows]: bit j says whether mask j of the row's slot holds."""
     constraints = [sequence.request.constraint for sequence in step.sequences]
     return np.asarray([0 if constraint is None else constraint.bits() for constraint in constraints], np.int32)
 
 
-def forced_tokens(step: DecodeStep) -> npt.NDArray[np.int32]:
+def forced_tokens(step: DecodeStep[Request]) -> npt.NDArray[np.int32]:
     """int32 [n, bucket.time]: the id that each row's output is forced to, -1 if it is free."""
     return np.asarray([_forced(sequence, step.bucket.time) for sequence in step.sequences], np.int32)
 
 
-def _forced(sequence: Sequence, time: int) -> list[int]:
+def _forced(sequence: Sequence[Request], time: int) -> list[int]:
     # The step itself counts as in flight already; its outputs come after those of the steps before it, of which the
     # number is known: without drafts each gives one, with drafts there are none (`Sequence.waits_for_results`).
     request: Request = sequence.request

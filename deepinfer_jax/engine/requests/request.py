@@ -21,8 +21,8 @@ class Request:
         launched: whether some step of it has been launched.
         error: why the engine ended it, "" if it did not.
         constraint: its grammar; None if it has none.
-        image: its prompt with the images in place, kept as long as a preemption may want them again; None for text.
-        awaits: what must be ready before it may start: "grammar", "images".
+        image_prompt: its prompt with the images in place, kept as long as a preemption may want them again; None: text.
+        awaits: what must be ready before it may start: `BackgroundWork.name` of each kind of work.
     """
 
     params: SamplingParams
@@ -42,7 +42,7 @@ class Request:
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
 
-def mark_ready(sequence: Sequence, ready: str) -> None:
+def mark_ready(sequence: Sequence[Request], ready: str) -> None:
     """Says that one of the things that a sequence awaits is ready; with the last one it may run. May be said again."""
     sequence.request.awaits.discard(ready)
     sequence.schedulable = not sequence.request.awaits
