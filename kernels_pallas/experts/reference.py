@@ -6,8 +6,6 @@ experts for each pick, pair by pair when there are few pairs, tiles of one exper
 Under batch invariance the number of tokens chooses neither the way nor the tile.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,7 +62,11 @@ def routed_experts(
         float32 [tokens, hidden]; each expert's output is rounded to the dtype of `x` before the sum.
     """
     if jax.tree.leaves(w1)[0].shape[0] <= _DENSE_WASTE * expert_ids.shape[1]:
-        return _dense(x, expert_ids, weights, w1=w1, w3=w3, w2=w2, limit=limit, quantize_input=quantize_input)
+
+        def dense(x: Array, expert_ids: Array, weights: Array) -> Array:
+            return _dense(x, w1, w3, w2, expert_ids, weights, limit, quantize_input)
+
+        return rowwise(dense, lead=1)(x, expert_ids, weights)
     expert_ids, weights = ascending(expert_ids, weights)
     return ordered_sum(expert_outputs(x, w1, w3, w2, expert_ids, weights, limit=limit, quantize_input=quantize_input))
 
@@ -107,9 +109,8 @@ def ordered_sum(parts: Array) -> Array:
     return total
 
 
-@functools.partial(rowwise, lead=1)
 def _dense(
-    x: Array, ids: Array, weights: Array, *, w1: Weight, w3: Weight, w2: Weight, limit: float, quantize_input: bool
+    x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
     if quantize_input:
         x = fake_quant_fp8(x)
