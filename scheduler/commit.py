@@ -1,4 +1,4 @@
-"""From the results of a step to the sequences that it ran."""
+"""Commits the tokens of a step: appends them to its sequences, and finds out which of these have ended."""
 
 import numpy as np
 import numpy.typing as npt

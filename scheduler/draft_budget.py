@@ -1,4 +1,4 @@
-"""How many drafts a decode step verifies: as many as pay, by their confidences and by measured step times (DB §6.5).
+"""How many drafts a decode step verifies, as arithmetic: from confidences and measured step times (DB §6.5).
 
 The drafts of a sequence are verified from the first on, so draft j is of use with the product of the confidences
 c_1 … c_j, its *rate*. A step of more rows takes longer and gives more tokens; the number of rows is chosen that gives

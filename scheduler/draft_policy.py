@@ -1,4 +1,4 @@
-"""Confidence-scheduled verification: remembers what decode steps told, and sizes the next one by it (DB §6.5)."""
+"""Sizes each decode step by `draft_budget.py`, from the confidences that earlier steps reported (DB §6.5)."""
 
 from collections import Counter
 from collections.abc import Sequence as Sequences

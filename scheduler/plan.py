@@ -1,4 +1,4 @@
-"""What one engine iteration runs: plain NumPy data from the scheduler to the runner.
+"""The scheduler's output for one engine iteration (`StepPlan`): plain NumPy data, read by the runner.
 
 Row i of every array belongs to sequences[i]; n is their number. `row` is its place in the step program's arrays,
 which have bucket.rows places for each dp rank; places that no sequence takes are idle. Arrays may be shared

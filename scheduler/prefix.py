@@ -1,4 +1,4 @@
-"""Names of contents: two blocks with the same key hold the same state."""
+"""Keys of blocks: two blocks with the same key hold the same state."""
 
 import hashlib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What sequences leave behind for those that begin with the same tokens, and what one of these finds."""
+"""Finds where a sequence can start from state that others left, and publishes what a committed step computed."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Series

@@ -1,4 +1,4 @@
-"""One request while the engine holds it: its tokens, its place in the cache, and when it stops."""
+"""One request as the scheduler sees it (`Sequence`): tokens, progress, blocks and slot, and when it stops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Where the images of a prompt are, in any of the spellings that a prompt may use (DB §4.2)."""
+"""Finds the images among a prompt's ids, in any of the spellings that a prompt may use (DB §4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ids of a prompt and its images -> the ids and roles that the engine runs (DB §4.2)."""
+"""Expands a prompt and its images to the ids and roles that the engine runs (DB §4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drafts a step verifies: the most promising of all sequences (DB §5.9, §6.5)."""
+"""Distributes a step's budget of drafts over its rows on the device, by confidence (DB §5.9, §6.5)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The tokens that a decode step computes, one behind the other, if it has not room for all drafts."""
+"""Packed decode rows: the tokens of all sequences one behind the other, if not every draft has room."""
 
 from typing import NamedTuple
 

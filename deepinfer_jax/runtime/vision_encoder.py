@@ -1,4 +1,4 @@
-"""Images to rows of image features on the device, by one compiled program for each size class of images."""
+"""Encodes images into rows of features on the device: one compiled program per size class of images."""
 
 import functools
 import logging

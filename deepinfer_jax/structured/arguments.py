@@ -1,4 +1,4 @@
-"""What a caller asks for: `so_args` of DeepInfer (DB §8.1), and OpenAI's `response_format` as such arguments."""
+"""Checks and normalises a request's `so_args` (DB §8.1), and turns OpenAI's `response_format` into them."""
 
 import functools
 import json

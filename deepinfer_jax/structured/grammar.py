@@ -1,4 +1,4 @@
-"""A request's grammar, compiled."""
+"""Compiles a request's arguments to a grammar of the library (`CompiledGrammar`), of whichever kind."""
 
 import json
 from dataclasses import dataclass

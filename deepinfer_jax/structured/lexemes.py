@@ -1,4 +1,4 @@
-"""Which parts of a grammar the library's lexer may take as one lexeme without changing what the grammar allows.
+"""EBNF to Lark: finds lexemes that the greedy lexer would end too late, so that they must be cut further.
 
 The lexer is greedy and never goes back: while some lexeme that may stand here goes on with the next byte, none ends.
 `[a-z]+ "x"` as two lexemes could never end: the first takes every x. Lexemes of one character each are always right,

@@ -1,4 +1,4 @@
-"""A request's place in its grammar: which tokens may come next, now and after each draft (DB §8.4-8.5)."""
+"""Follows one request through its compiled grammar: masks of the allowed tokens after text and drafts (DB §8.4-8.5)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Threads that compile grammars, so that the engine never waits for one, and a cache of what they compiled."""
+"""Compiles grammars on threads, so that the engine never waits for one, and caches them."""
 
 import math
 import threading

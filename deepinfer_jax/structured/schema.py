@@ -1,4 +1,4 @@
-"""JSON Schemas: what is wrong with one, all at once and with the place, and one whose objects are closed.
+"""JSON Schemas: reports all unsupported keywords, each with its path, and closes objects.
 
 The grammar library passes over keywords that it does not know, so that a misspelt `maxLenght` would silently allow
 everything; and of those that it knows and cannot enforce it names the first, without its place.
