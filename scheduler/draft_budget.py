@@ -132,7 +132,7 @@ class StepTimes[Program]:
 
 
 class AcceptanceCounts:
-    """Predicted against real acceptance of drafts by their place in the block.
+    """Predicted against real acceptance of drafts by their position in the block.
 
     A draft counts if it was verified and all before it were accepted: only then the step says what became of it.
 
@@ -154,8 +154,8 @@ class AcceptanceCounts:
             verified: rows of each sequence, 1 + drafts verified. int [n].
             counts: tokens that each sequence gave, 1 + drafts accepted. int [n].
         """
-        place = np.arange(1, len(self.judged) + 1)
-        judged = (place < verified[:, None]) & (place <= counts[:, None])
+        position = np.arange(1, len(self.judged) + 1)
+        judged = (position < verified[:, None]) & (position <= counts[:, None])
         self.judged += judged.sum(axis=0)
-        self.accepted += (judged & (place < counts[:, None])).sum(axis=0)
+        self.accepted += (judged & (position < counts[:, None])).sum(axis=0)
         self.predicted += np.where(judged, confidences, 0).sum(axis=0)

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 def find_spans(
     ids: npt.NDArray[np.int32], counts: Sequence[int], *, image_token_id: int, vocab_size: int
 ) -> list[Span]:
-    """The place of each image in `ids`, in order.
+    """The span of each image in `ids`, in order.
 
     Three spellings: one `image_token_id` for each image; `image_token_id` repeated for all its positions, as in
     the released code; IMAGE and then IMAGE_PADs beyond the vocabulary, as in DeepInfer. Two images side by side

@@ -112,7 +112,7 @@ def too_greedy(automata: list[Automaton], context: Context) -> set[int]:
             after[number] |= automata[other].first_bytes()
     greedy: set[int] = set()
     seen: set[tuple[int, int]] = set()
-    open_pairs = [pair for places in (context.opening, *context.following) for pair in product(places, places)]
+    open_pairs = [pair for together in (context.opening, *context.following) for pair in product(together, together)]
     while open_pairs:
         pair = open_pairs.pop()
         if pair in seen:

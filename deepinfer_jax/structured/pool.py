@@ -87,7 +87,7 @@ class GrammarPool:
         self._queue: deque[_Job] = deque()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        # Of all that is above; told of whenever a job is queued or done.
+        # Of all that is above; notified whenever a job is queued or done.
         self._changed = threading.Condition()
 
     def submit(self, args: StructuredArgs) -> PendingGrammar:
