@@ -1,4 +1,4 @@
-"""Which implementation of each kernel runs: decided once, from the devices that will run the program."""
+"""`KernelChoice`: the implementation of each kernel, decided once from the devices that will run the program."""
 
 from __future__ import annotations
 

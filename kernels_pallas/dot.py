@@ -1,4 +1,4 @@
-"""Matrix products with fp32 accumulation on every backend."""
+"""Matrix products of plain arrays with fp32 accumulation on every backend."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arrays that lie in pools, one pool for each part of a leading data axis.
+"""Reads and writes of arrays that lie in pools, one pool for each part of a leading data axis.
 
 Each part reads and writes its own pool only, so that nothing moves when the axis is spread over devices.
 """

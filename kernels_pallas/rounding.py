@@ -1,4 +1,4 @@
-"""Rounding that XLA keeps."""
+"""Rounding to a narrower dtype that XLA does not optimise away."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Quantised weights as they are stored and kept on the device (model.md §2.2)."""
+"""Quantised weights as stored on the device: pytrees of codes and scales (model.md §2.2)."""
 
 import dataclasses
 

@@ -1,8 +1,14 @@
-"""Which rows run in the next step, and where their state lives. NumPy only: never jax, never the model.
+"""Continuous batching on the host: which rows run in the next step, and where their state lives. NumPy only, no jax.
 
-scheduler.add_sequence(Sequence(...))
-plan = scheduler.schedule()                               # plain arrays: a prefill step, a decode step
-scheduler.update(plan.decode, tokens, counts, finite)     # what the step gave
+    scheduler.add_sequence(Sequence(...))
+    plan = scheduler.schedule()                               # plain arrays: a prefill step, a decode step
+    scheduler.update(plan.decode, tokens, counts, finite)     # the step's results
+
+- scheduler: the door. sequence: a request. plan: the output. limits: what can run at all. buckets: step shapes.
+- decode, decode_layout: the decode step. prefill, chunks: the prefill step. commit, in_flight: results.
+- lifecycle: start, preemption, release of sequences; preemption chooses whom. resident_sequences, block_manager:
+  accounts of blocks and slots.
+- prefix_cache, prefix, snapshots: reuse of state. draft_policy, draft_budget: number of drafts.
 """
 
 from .block_manager import BlockManager

@@ -1,4 +1,4 @@
-"""Accounts of a pool of equal things: the blocks of a cache, or the slots of running sequences."""
+"""Reference-counted pool of numbered blocks or slots: hands ids out, shares them, finds them by key, frees them."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence

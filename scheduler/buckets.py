@@ -1,4 +1,4 @@
-"""The static shapes of step programs: few enough to compile all at start, close enough to waste little."""
+"""The static shapes of step programs (`Bucket`): few enough to compile all at start, close enough to waste little."""
 
 from dataclasses import dataclass
 

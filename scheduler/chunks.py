@@ -199,11 +199,11 @@ class PrefillPolicy:
         return boundary - start if boundary > start and (is_last or 2 * (boundary - start) >= count) else count
 
     def _blocks_to_start(self, chunk: Chunk) -> int:
-        """Free blocks without which a waiting sequence does not start; what it hits and nobody holds counts as free.
+        """Free blocks without which a waiting sequence does not start; what it hits and no sequence has counts as free.
 
         A preempted one needs all for its text and as many as it may just have asked for in vain: it would otherwise
-        take back what it gave up and give way again. So does an imported one, which would have to be computed if it
-        gave way.
+        take back what it gave up and be preempted again. So does an imported one, whose prompt would have to be
+        computed if it were preempted.
         """
         sequence, end = chunk.sequence, chunk.end
         if sequence.num_preemptions or sequence.imported is not None:

@@ -1,4 +1,4 @@
-"""From the results of a step to the sequences that it ran."""
+"""Commits the tokens of a step: appends them to its sequences, and finds out which of these have ended."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,12 @@ def commit_tokens(
 ) -> tuple[list[tuple[int, int]], list[Sequence]]:
     """Appends to each sequence what its row gave; arguments as in `Scheduler.update`.
 
-    A sequence whose logits were not finite takes the tokens before the row that failed, the last of its `counts`, and
+    A sequence whose logits were not finite emits the tokens before the row that failed, the last of its `counts`, and
     fails, unless it ends with them.
 
-    Returns (row, number of tokens) of each row that took tokens or failed, and the sequences that have ended with it.
+    Returns (row, number of tokens) of each row that emitted tokens or failed, and the sequences that have ended.
     """
-    # What the host counted on: of a prompt's last chunk its sample, of a decode step that all drafts are accepted.
+    # The host has counted on the most tokens: of a prompt's last chunk its sample, of a decode step all drafts.
     if isinstance(step, PrefillStep):
         counts, most = step.samples.astype(np.int32), 1
     else:

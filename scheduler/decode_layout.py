@@ -16,7 +16,7 @@ class DecodeLayout:
 
     Attributes:
         sequences: the rows.
-        index: sequence -> row.
+        index: sequence -> its index in `sequences`.
         dp_rank, row, slots, no_first_block, no_blocks: the arrays of a DecodeStep, the last two for a step that
             needs no new block.
         num_rows: the most rows of a dp rank.
@@ -40,7 +40,7 @@ class DecodeLayout:
         row, num_rows = row_places(dp_rank)
         layout = DecodeLayout(
             sequences=sequences,
-            index={sequence: place for place, sequence in enumerate(sequences)},
+            index={sequence: index for index, sequence in enumerate(sequences)},
             dp_rank=dp_rank,
             row=row,
             slots=np.asarray([s.state_id for s in sequences], np.int32),
@@ -65,9 +65,9 @@ class DecodeLayout:
         if grown:
             first_new_block, new_blocks = first_new_block.copy(), new_blocks.copy()
             for sequence, first in grown.items():
-                place, added = self.index[sequence], sequence.block_table[first:]
-                first_new_block[place] = first
-                new_blocks[place, : len(added)] = added
+                index, added = self.index[sequence], sequence.block_table[first:]
+                first_new_block[index] = first
+                new_blocks[index, : len(added)] = added
                 self.width = max(self.width, len(sequence.block_table))
         sizes, budget = buckets.decode_sizes(self.num_rows, self.width), None
         bucket = sizes[-1]

@@ -1,4 +1,4 @@
-"""How many drafts a decode step verifies: as many as pay, by their confidences and by measured step times (DB §6.5).
+"""How many drafts a decode step verifies, as arithmetic: from confidences and measured step times (DB §6.5).
 
 The drafts of a sequence are verified from the first on, so draft j is of use with the product of the confidences
 c_1 … c_j, its *rate*. A step of more rows takes longer and gives more tokens; the number of rows is chosen that gives
@@ -132,7 +132,7 @@ class StepTimes[Program]:
 
 
 class AcceptanceCounts:
-    """Predicted against real acceptance of drafts by their place in the block.
+    """Predicted against real acceptance of drafts by their position in the block.
 
     A draft counts if it was verified and all before it were accepted: only then the step says what became of it.
 
@@ -154,8 +154,8 @@ class AcceptanceCounts:
             verified: rows of each sequence, 1 + drafts verified. int [n].
             counts: tokens that each sequence gave, 1 + drafts accepted. int [n].
         """
-        place = np.arange(1, len(self.judged) + 1)
-        judged = (place < verified[:, None]) & (place <= counts[:, None])
+        position = np.arange(1, len(self.judged) + 1)
+        judged = (position < verified[:, None]) & (position <= counts[:, None])
         self.judged += judged.sum(axis=0)
-        self.accepted += (judged & (place < counts[:, None])).sum(axis=0)
+        self.accepted += (judged & (position < counts[:, None])).sum(axis=0)
         self.predicted += np.where(judged, confidences, 0).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Confidence-scheduled verification: remembers what decode steps told, and sizes the next one by it (DB §6.5)."""
+"""Sizes each decode step by `draft_budget.py`, from the confidences that earlier steps reported (DB §6.5)."""
 
 from collections import Counter
 from collections.abc import Sequence as Sequences
@@ -31,7 +31,7 @@ class DraftPolicy:
         self._temperatures = tuple(temperatures)
         self._data = data_parallel_size
         self._sizes: Counter[int] = Counter()
-        # Until one is read, drafts are taken for good: they are verified, and so something is learnt.
+        # Until a confidence is read, a draft counts as certain: it is verified, and so its confidence is measured.
         self._unknown = [1.0] * len(temperatures)
 
     def choose(
@@ -44,9 +44,9 @@ class DraftPolicy:
             sizes: programs that can run the step, by the tokens of a step.
         """
         rates = np.asarray([sequence.rates or self._unknown for sequence in sequences])
-        by_index = [rates[dp_rank == index] for index in range(self._data)]
+        by_rank = [rates[dp_rank == rank] for rank in range(self._data)]
         chosen = choose_budget(
-            by_index,
+            by_rank,
             [(bucket.tokens, self.times.baseline(bucket)) for bucket in sizes],
             slope_ms=self.times.slope_ms,
             overhead_ms=self.times.overhead_ms(len(sequences)),
@@ -55,7 +55,7 @@ class DraftPolicy:
         self._sizes[bucket.tokens] += 1
         if not bucket.packed:
             return bucket, None
-        drafts = [total - len(own) for total, own in zip(chosen.totals, by_index, strict=True)]
+        drafts = [total - len(own) for total, own in zip(chosen.totals, by_rank, strict=True)]
         return bucket, np.asarray(drafts, np.int32)
 
     def commit(
@@ -74,7 +74,7 @@ class DraftPolicy:
             sequence.rates = rates
 
     def snapshot(self) -> dict[str, Any]:
-        """What was predicted of drafts, and what became of them, by their place in the block; 0 where none was judged.
+        """Predicted and real acceptance of drafts by their position in the block; 0 where none was judged.
 
         Keys: predicted_acceptance, real_acceptance; num_steps_by_size, steps by the tokens of their program;
         verification_slope_ms.

@@ -1,4 +1,4 @@
-"""The steps that are launched and not committed."""
+"""The plans that are launched and not committed, at most two; a released sequence is dropped from their steps."""
 
 from .plan import DecodeStep, PrefillStep
 from .sequence import Sequence

@@ -1,7 +1,7 @@
-"""What one engine iteration runs: plain NumPy data from the scheduler to the runner.
+"""The scheduler's output for one engine iteration (`StepPlan`): plain NumPy data, read by the runner.
 
-Row i of every array belongs to sequences[i]; n is their number. `row` is its place in the step program's arrays,
-which have bucket.rows places for each dp rank; places that no sequence takes are idle. Arrays may be shared
+Row i of every array belongs to sequences[i]; n is their number. `row` is its index in the step program's arrays,
+which have bucket.rows rows for each dp rank; rows without a sequence are idle. Arrays may be shared
 between plans and must not be written to.
 """
 
@@ -28,11 +28,11 @@ def blocks_per_decode(tokens_per_block: int, num_drafts: int) -> int:
 
 
 def row_places(dp_rank: Int32Array) -> tuple[Int32Array, int]:
-    """(int32 [n], the place of each row among those of its dp rank; the most rows of a dp rank)."""
+    """(int32 [n], the index of each row among those of its dp rank; the most rows of a dp rank)."""
     row = np.zeros(len(dp_rank), np.int32)
     counts = np.bincount(dp_rank) if len(dp_rank) else np.zeros(1, np.intp)
-    for index, count in enumerate(counts):
-        row[dp_rank == index] = np.arange(count, dtype=np.int32)
+    for rank, count in enumerate(counts):
+        row[dp_rank == rank] = np.arange(count, dtype=np.int32)
     return row, int(counts.max())
 
 
@@ -67,7 +67,7 @@ class Step[R]:
         new_blocks: int32 [n, k], the blocks that the table has grown by, padded with -1.
         captures: rows, in ascending order, whose slot is to be read right after the step: the state of their first
             tokens, a multiple of tokens_per_block, for others to start from. `update` takes what was read.
-        dropped: sequences that lost their place since; `update` passes over their rows.
+        dropped: sequences that were released since; `update` passes over their rows.
     """
 
     bucket: Bucket

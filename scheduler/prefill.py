@@ -143,11 +143,11 @@ def prefill_step(
     bucket = buckets.choose_prefill(shape, max(len(s.block_table) for s in sequences))
     tokens = np.zeros((len(chunks), bucket.time), np.int32)
     new_blocks = np.full((len(chunks), blocks_for(bucket.time, prefix.tokens_per_block)), -1, np.int32)
-    for place, (chunk, first) in enumerate(zip(chunks, first_new_blocks, strict=True)):
+    for row, (chunk, first) in enumerate(zip(chunks, first_new_blocks, strict=True)):
         sequence, count = chunk.sequence, chunk.num_tokens
-        tokens[place, :count] = sequence.token_ids(sequence.num_tokens, count)
+        tokens[row, :count] = sequence.token_ids(sequence.num_tokens, count)
         added = sequence.block_table[first:]
-        new_blocks[place, : len(added)] = added
+        new_blocks[row, : len(added)] = added
     dp_rank = _int32(chunk.dp_rank for chunk in chunks)
     starts, counts = _int32(s.num_tokens for s in sequences), _int32(chunk.num_tokens for chunk in chunks)
     completes = starts + counts == _int32(s.prefill_len for s in sequences)

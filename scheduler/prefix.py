@@ -1,4 +1,4 @@
-"""Names of contents: two blocks with the same key hold the same state."""
+"""Keys of blocks: two blocks with the same key hold the same state."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ def block_key(sequence: Sequence, index: int, tokens_per_block: int) -> bytes:
     """The key of the sequence's block `index`, whose tokens must all be known.
 
     SHA-256 of all that the state of these tokens depends on: the key of the block before, the token ids, and the
-    images that have a token in the block, with their place. The keys up to it are kept with the sequence, so each
+    images that have a token in the block, with their position. The keys up to it are kept with the sequence, so each
     is computed once.
     """
     keys = sequence.block_keys

@@ -1,4 +1,4 @@
-"""What sequences leave behind for those that begin with the same tokens, and what one of these finds."""
+"""Finds where a sequence can start from state that others left, and publishes what a committed step computed."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Series
@@ -121,7 +121,7 @@ class PrefixCache:
         if not self.enabled:
             return
         ends = (step.starts + step.num_new_tokens).tolist() if isinstance(step, PrefillStep) else None
-        for row in self._rows_to_book(step, finite):
+        for row in self._rows_to_commit(step, finite):
             sequence = step.sequences[row]
             if not finite[row]:
                 self._forget(sequence, pools)
@@ -133,7 +133,7 @@ class PrefixCache:
                 key = self._key_at(sequence, ends[row] if ends else len(sequence) - 1)
                 self.snapshots.store(key, state)
 
-    def _rows_to_book(self, step: PrefillStep | DecodeStep, finite: list[bool]) -> list[int]:
+    def _rows_to_commit(self, step: PrefillStep | DecodeStep, finite: list[bool]) -> list[int]:
         dropped = step.dropped
         if isinstance(step, PrefillStep):
             return [row for row, sequence in enumerate(step.sequences) if sequence not in dropped]

@@ -1,4 +1,4 @@
-"""One request while the engine holds it: its tokens, its place in the cache, and when it stops."""
+"""One request as the scheduler sees it (`Sequence`): tokens, progress, blocks and slot, and when it stops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,12 +108,12 @@ class Sequence[R]:
         schedulable: False keeps it out of every plan; it keeps what it holds and delays nobody.
         waits_for_results: it decodes only when all its results are committed, as what its next step must do depends on
             them; it sits out the overlapped step, and keeps what it holds.
-        num_preemptions: how often it lost its place and must be, or was, computed again.
+        num_preemptions: how often it was preempted, and must be or was computed again.
         arrival: its number in the order in which the scheduler got the sequences.
         output_limit: output tokens after which it stops at the latest, by max_tokens or max_model_len.
         request: its owner's record of the request.
         images: in order of position; part of the key of every block that holds one of their tokens.
-        reuse: whether its start may be taken from what others, or it itself before a preemption, left in the cache.
+        reuse: whether its start may be read from what others, or it itself before a preemption, left in the cache.
         most_cached_tokens: at most so many of its tokens may be; None: no limit but its length.
         num_cached_tokens: so many were, when it first started.
         branch: tokens whose blocks were cached when it started; a chunk of it ends there.

@@ -1,4 +1,4 @@
-"""Slot states in host memory, for sequences that begin with the same tokens."""
+"""Least-recently-used store of slot states in host memory, under a budget of bytes."""
 
 import weakref
 from collections import OrderedDict

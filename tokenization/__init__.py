@@ -1,4 +1,11 @@
-"""Text and images -> int32 ids and roles, and back; what models derive from ids (model.md §7, DB §3–4). No jax."""
+"""Text and images -> int32 ids and roles, and back; what models derive from ids (model.md §7, DB §3–4). No jax.
+
+- loading: a tokenizer from a folder, by release_policy (rules and repairs) and text_guard (refused text), against
+  raw_tokenizer.
+- multimodal_processor: a prompt with images to ids. image_spans finds the images among ids, image_layout counts their
+  tokens, image_opening reads files, image_processor makes patches, image_tokens has the constants.
+- compressed_vocabulary, engram_hash: Engram's ids and rows.
+"""
 
 from .compressed_vocabulary import (
     CompressedTokenizer,

@@ -1,4 +1,4 @@
-"""Which Engram rows a position reads (model.md §7.2): primes, multipliers, n-gram windows, row ids.
+"""Engram's row ids of each position on the host (model.md §7.2): primes, multipliers, n-gram windows, rows.
 
 The host twin of the device hash. Everything is exact int64 (a product reaches 2**63 - 1, so int32 or a
 float would be silently wrong), and everything is plain numbers: no configuration object comes in.

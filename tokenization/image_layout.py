@@ -1,4 +1,4 @@
-"""How large an image becomes and how many tokens it takes: integers and square roots (model.md §10.1, DB §4.3)."""
+"""Computes an image's size on its canvas and its number of tokens: integers and roots (model.md §10.1, DB §4.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An image from anywhere -> upright RGB pixels, or an `ImageError`."""
+"""Opens an image from a file, URL, bytes or object as upright RGB pixels, or raises `ImageError`."""
 
 from __future__ import annotations
 

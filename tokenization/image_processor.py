@@ -1,4 +1,4 @@
-"""Images -> patches, bit for bit as the released code makes them (model.md §10.1, DB §4.3–4.5)."""
+"""Makes patches of an opened image, bit for bit as the released code does (model.md §10.1, DB §4.3–4.5)."""
 
 from __future__ import annotations
 

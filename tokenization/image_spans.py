@@ -1,4 +1,4 @@
-"""Where the images of a prompt are, in any of the spellings that a prompt may use (DB §4.2)."""
+"""Finds the images among a prompt's ids, in any of the spellings that a prompt may use (DB §4.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 def find_spans(
     ids: npt.NDArray[np.int32], counts: Sequence[int], *, image_token_id: int, vocab_size: int
 ) -> list[Span]:
-    """The place of each image in `ids`, in order.
+    """The span of each image in `ids`, in order.
 
     Three spellings: one `image_token_id` for each image; `image_token_id` repeated for all its positions, as in
     the released code; IMAGE and then IMAGE_PADs beyond the vocabulary, as in DeepInfer. Two images side by side

@@ -1,4 +1,4 @@
-"""How images appear among token ids: sentinel ids beyond the vocabulary, roles, and the placeholder's name."""
+"""Constants of images among ids: sentinel ids beyond the vocabulary, roles, and the placeholder token's name."""
 
 from __future__ import annotations
 

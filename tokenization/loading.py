@@ -1,4 +1,4 @@
-"""`get_hf_tokenizer`: a model directory -> a tokenizer that is safe to feed the engine (DB §3.1)."""
+"""`get_hf_tokenizer`: loads a model directory's tokenizer, checked and safe to feed the engine (DB §3.1)."""
 
 from __future__ import annotations
 

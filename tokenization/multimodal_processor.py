@@ -1,4 +1,4 @@
-"""The ids of a prompt and its images -> the ids and roles that the engine runs (DB §4.2)."""
+"""Expands a prompt and its images to the ids and roles that the engine runs (DB §4.2)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ImageInput:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt with its images in place.
+    """A prompt with its images expanded.
 
     Attributes:
         token_ids: int32 [n]: of each image vocab_size + IMAGE, then vocab_size + IMAGE_PADs.
@@ -110,10 +110,10 @@ class MultimodalProcessor:
     def overwrite_prompt(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], multi_modal_data: Mapping[str, Any] | None
     ) -> ImagePrompt:
-        """Decodes the images and expands their places in the prompt. Neither argument is changed.
+        """Decodes the images and expands their placeholders in the prompt. Neither argument is changed.
 
-        An image's place is one placeholder, or it is expanded already: `image_token_id` as often as the image
-        takes tokens, or the ids of `ImagePrompt.token_ids`.
+        An image is one placeholder, or it is expanded already: `image_token_id` as often as the image
+        has tokens, or the ids of `ImagePrompt.token_ids`.
 
         Args:
             token_ids: [n].
@@ -160,12 +160,12 @@ class MultimodalProcessor:
         try:
             return find_spans(ids, counts, image_token_id=self._image_token_id, vocab_size=self._vocab_size)
         except ValueError as error:
-            places = np.flatnonzero(ids == self._image_token_id).tolist()
+            placeholders = np.flatnonzero(ids == self._image_token_id).tolist()
             expanded = bool(((ids >= self._vocab_size) & (ids < self._vocab_size + ImageTokenOffset.NUM_SPECIAL)).any())
             if not self._tolerant or expanded:
                 raise ValueError(f"{error}{self._spelling_hint(ids)}") from error
-            logger.error("%s; the first %d are used", error, min(len(places), len(counts)))
-            return [(at, at + 1) for at in places[: len(counts)]]
+            logger.error("%s; the first %d are used", error, min(len(placeholders), len(counts)))
+            return [(at, at + 1) for at in placeholders[: len(counts)]]
 
     def _spelling_hint(self, ids: npt.NDArray[np.int32]) -> str:
         text = self._decode([token for token in ids.tolist() if 0 <= token < self._vocab_size])
@@ -177,7 +177,7 @@ class MultimodalProcessor:
     ) -> ImagePrompt:
         pieces: list[_Piece] = []
         read = length = 0  # of the prompt as given; of the expanded one
-        # In tolerant mode there may be fewer places than images.
+        # In tolerant mode there may be fewer spans than images.
         for (start, stop), ((width, height), image) in zip(spans, images, strict=False):
             pieces.append(_text_piece(ids[read:start]))
             begin = length + start - read

@@ -1,4 +1,4 @@
-"""tokenizer.json alone: the pipeline that every other view of the tokenizer must agree with."""
+"""Reads tokenizer.json alone: the reference pipeline that a loaded tokenizer must agree with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a released checkpoint requires of its tokenizer, and the three repairs that it allows (DB §3.2).
+"""Rules that a released checkpoint's tokenizer must keep, and the three repairs that they allow (DB §3.2).
 
 Check, repair as little as possible, check again. A refused tokenizer is never modified.
 """

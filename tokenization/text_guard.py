@@ -1,4 +1,4 @@
-"""Refuses text that cannot be encoded faithfully, whatever class the tokenizer has."""
+"""Refuses text that cannot be encoded faithfully, for every class of tokenizer."""
 
 from __future__ import annotations
 

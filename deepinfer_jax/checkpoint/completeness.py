@@ -1,4 +1,4 @@
-"""Does a folder hold exactly the tensors of its configuration? Checked before anything is loaded (T21, L1, L2)."""
+"""Checks that a folder holds exactly the tensors of its configuration, before any is loaded (T21, L1, L2)."""
 
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.config.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""A model folder's tensors by released name: sharded with an index, or one `model.safetensors` (DB §13.1)."""
+"""Finds a model folder's tensors by released name: sharded with an index, or one `model.safetensors` (DB §13.1)."""
 
 from collections.abc import Iterator
 from pathlib import Path

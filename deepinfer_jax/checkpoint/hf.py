@@ -1,4 +1,4 @@
-"""Loads a checkpoint in the released layout: walks `layout.py`, one tensor in host memory at a time (L7)."""
+"""`load_params`: loads a released checkpoint onto devices, one tensor in host memory at a time (L7)."""
 
 import dataclasses
 import logging

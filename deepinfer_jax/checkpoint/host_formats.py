@@ -1,4 +1,4 @@
-"""Stored tensors to float32 and back, in NumPy (model.md §2.2): the loader decodes before anything is on a device.
+"""Decodes stored tensors to float32 and encodes them, in NumPy, on the host (model.md §2.2).
 
 NumPy keeps subnormals, so every scale byte is exact here, 2^-127 included. Work goes by bands of rows: the
 temporaries stay small beside the tensor.

@@ -1,4 +1,4 @@
-"""Random parameters on the device, in the tree that `load_params` gives, straight from `layout.py`."""
+"""`init_params`: random parameters on the device, in the tree that `load_params` gives."""
 
 import dataclasses
 import math

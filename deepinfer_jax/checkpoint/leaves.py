@@ -1,4 +1,4 @@
-"""What becomes of a stored parameter on the device: its form by precision and platform, and the arrays of that form."""
+"""The form of each parameter on the device by precision and platform, and the arrays of that form."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

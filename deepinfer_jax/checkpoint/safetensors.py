@@ -1,4 +1,4 @@
-"""One safetensors file: a mapped reader that trusts no header, and a streaming writer (DB §13.1).
+"""Reads and writes one safetensors file: a mapped reader that trusts no header, a streaming writer (DB §13.1).
 
 The format: 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
 bytes. The safetensors library cannot hand F8_E4M3, F8_E8M0 and BF16 to NumPy; here they are ml_dtypes views.

@@ -1,4 +1,4 @@
-"""`config.json` of the smallest model in which every mechanism is alive (model.md §14)."""
+"""The `config.json` of `tiny.py`'s default model, the smallest in which every mechanism is alive (model.md §14)."""
 
 from typing import Any
 

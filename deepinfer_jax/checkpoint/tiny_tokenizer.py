@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of any size, the same on every machine: nothing is trained (policy "native", DB §3.1)."""
+"""The tokenizer of `tiny.py`'s models: byte-level BPE of any size, not trained, the same on every machine (DB §3.1)."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a compiled program depends on of the arrays that it takes."""
+"""Hashable description of a pytree of arrays: the key under which compiled programs are shared."""
 
 from typing import Any, NamedTuple
 

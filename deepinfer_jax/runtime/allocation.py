@@ -1,4 +1,4 @@
-"""Which drafts a step verifies: the most promising of all sequences (DB §5.9, §6.5)."""
+"""Distributes a step's budget of drafts over its rows on the device, by confidence (DB §5.9, §6.5)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ def verification_rates(confidences: Array, temperatures: tuple[float, ...]) -> A
 def allocate(rates: Array, most: Array, total: Array) -> Array:
     """How many drafts each row verifies, int32 [rows]; as many as `total` in all, if there are so many.
 
-    The drafts with the highest rates are taken, of equal ones those of the first row, then the first of a row. As rates
-    never rise within a row, a draft is taken only with all before it. Whether it is taken depends on the rates up to it
-    and on other rows, never on those behind it.
+    The drafts with the highest rates are chosen, of equal ones those of the first row, then the first of a row. As
+    rates never rise within a row, a draft is chosen only with all before it. Whether it is chosen depends on the rates
+    up to it and on other rows, never on those behind it.
 
     Args:
         rates: float32 [rows, drafts].
@@ -36,5 +36,5 @@ def allocate(rates: Array, most: Array, total: Array) -> Array:
     rows, drafts = rates.shape
     allowed = jnp.arange(drafts, dtype=jnp.int32) < most[:, None]
     order = jnp.argsort(jnp.where(allowed, -rates, 1.0), axis=None, stable=True)
-    taken = jnp.zeros(rows * drafts, jnp.bool_).at[order].set(jnp.arange(rows * drafts) < total)
-    return jnp.sum(taken.reshape(rows, drafts) & allowed, axis=1, dtype=jnp.int32)
+    chosen = jnp.zeros(rows * drafts, jnp.bool_).at[order].set(jnp.arange(rows * drafts) < total)
+    return jnp.sum(chosen.reshape(rows, drafts) & allowed, axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The tokens that a decode step computes, one behind the other, if it has not room for all drafts."""
+"""Packed decode rows: the tokens of all sequences one behind the other, if not every draft has room."""
 
 from typing import NamedTuple
 
@@ -41,22 +41,22 @@ class PackedRows(NamedTuple):
 
     def take[Tree](self, rows: Tree, time: int) -> Tree:
         """Arrays [data · sequences · time, ...] -> [data · packed, ...]."""
-        data, place = len(self.sequence), self.sequence * time + self.offset
+        data, index = len(self.sequence), self.sequence * time + self.offset
 
-        def taken(array: Array) -> Array:
-            return read_pool(array.reshape(data, -1, *array.shape[1:]), place).reshape(place.size, *array.shape[1:])
+        def gathered(array: Array) -> Array:
+            return read_pool(array.reshape(data, -1, *array.shape[1:]), index).reshape(index.size, *array.shape[1:])
 
-        taken_rows: Tree = jax.tree.map(taken, rows)
-        return taken_rows
+        gathered_rows: Tree = jax.tree.map(gathered, rows)
+        return gathered_rows
 
     def spread[Tree](self, rows: Tree, time: int) -> Tree:
         """Arrays [data · packed, ...] -> [data · sequences, time, ...]; anything where a sequence has no more rows."""
         data, sequences = self.first.shape
-        place = self.first[..., None] + jnp.arange(time)
+        index = self.first[..., None] + jnp.arange(time)
 
         def spread_out(array: Array) -> Array:
-            by_index = array.reshape(data, -1, *array.shape[1:])
-            return read_pool(by_index, place).reshape(data * sequences, time, *array.shape[1:])
+            by_rank = array.reshape(data, -1, *array.shape[1:])
+            return read_pool(by_rank, index).reshape(data * sequences, time, *array.shape[1:])
 
         spread_rows: Tree = jax.tree.map(spread_out, rows)
         return spread_rows
@@ -65,9 +65,9 @@ class PackedRows(NamedTuple):
 def pack_rows(numbers: Array, packed: int) -> PackedRows:
     """numbers: rows of each sequence, int32 [data, sequences]; of each dp rank at most `packed` in all."""
     ends = jnp.cumsum(numbers, axis=1)
-    place = jnp.arange(packed, dtype=jnp.int32)
-    sequence = jnp.sum(ends[:, None] <= place[:, None], axis=2, dtype=jnp.int32)
+    index = jnp.arange(packed, dtype=jnp.int32)
+    sequence = jnp.sum(ends[:, None] <= index[:, None], axis=2, dtype=jnp.int32)
     first = ends - numbers
-    offset = place - read_pool(first, sequence)
-    used = place < ends[:, -1:]
+    offset = index - read_pool(first, sequence)
+    used = index < ends[:, -1:]
     return PackedRows(sequence, jnp.where(used, offset, 0), used, first)

@@ -1,4 +1,4 @@
-"""Images to rows of image features on the device, by one compiled program for each size class of images."""
+"""Encodes images into rows of features on the device: one compiled program per size class of images."""
 
 import functools
 import logging
@@ -77,7 +77,7 @@ def vision_encode(
 
 
 def vision_inputs(patches: int, settings: VisionConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the program of a size class takes of an image: patches, grid and rows of `vision_encode`."""
+    """The inputs of a size class's program for an image: patches, grid and rows of `vision_encode`."""
     return (
         jax.ShapeDtypeStruct((patches, 3 * settings.patch_size**2), np.float32),
         jax.ShapeDtypeStruct((2,), np.int32),
@@ -181,9 +181,9 @@ class VisionEncoder:
         bucket = self.bucket(len(patches))
         room = np.zeros((bucket, wanted[1]), np.float32)
         room[: len(patches)] = patches
-        places = np.full(bucket_features(bucket, settings), self.num_rows, np.int32)
-        places[: len(rows)] = rows
-        inputs = (room, np.asarray([vit_height, vit_width], np.int32), places)
+        feature_rows = np.full(bucket_features(bucket, settings), self.num_rows, np.int32)
+        feature_rows[: len(rows)] = rows
+        inputs = (room, np.asarray([vit_height, vit_width], np.int32), feature_rows)
         features = self.features
         self.features = self._programs[bucket](self._vision, features, *jax.device_put(inputs, self._placement))
 

@@ -1,4 +1,4 @@
-"""What a caller asks for: `so_args` of DeepInfer (DB §8.1), and OpenAI's `response_format` as such arguments."""
+"""Checks and normalises a request's `so_args` (DB §8.1), and turns OpenAI's `response_format` into them."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def structured_args(so_args: Any) -> StructuredArgs:
 
     Raises TypeError if it is no dict, ValueError for everything else that is wrong with it: unknown keys, a trigger
     that is no list of ids, JSON that does not parse, keywords of a schema that are misspelt or cannot be enforced, with
-    their places, an EBNF grammar that does not parse.
+    their paths, an EBNF grammar that does not parse.
     """
     if not isinstance(so_args, dict):
         raise TypeError(f"so_args must be a dict with the keys {', '.join(_KEYS)}, got {so_args!r}")

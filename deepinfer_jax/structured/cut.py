@@ -1,4 +1,4 @@
-"""Cuts the rules of a grammar into lexemes and rules over them."""
+"""EBNF to Lark: cuts rules into lexemes, for the library's lexer, and rules over them, for its parser."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""EBNF grammars as people write them for language models (GBNF: llama.cpp, xgrammar): text -> rules.
+"""Parses EBNF grammars as people write them for language models (GBNF: llama.cpp, xgrammar): text -> rules.
 
     root  ::= "[" item ("," item){0,3} "]"    # a comment
     item  ::= [a-z]+ | "\\u00e9" | .

@@ -1,4 +1,4 @@
-"""A request's grammar, compiled."""
+"""Compiles a request's arguments to a grammar of the library (`CompiledGrammar`), of whichever kind."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ class CompiledGrammar:
     Attributes:
         vocabulary: for which it was compiled.
         matcher: of the library, before the first token.
-        num_bytes: about as much memory as it holds: the library does not tell. What use adds is counted at a flat rate.
+        num_bytes: an estimate of the memory that it holds, which the library does not report; what use adds is counted at
+            a flat rate.
     """
 
     vocabulary: GrammarVocabulary

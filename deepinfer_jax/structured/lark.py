@@ -1,4 +1,4 @@
-"""The rules of an EBNF grammar -> the Lark dialect of the grammar library, which allows exactly the same texts."""
+"""EBNF to Lark, the whole way: rewrites and cuts rules, and prints them in the dialect of the grammar library."""
 
 from collections.abc import Iterator, Mapping
 

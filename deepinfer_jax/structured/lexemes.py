@@ -1,4 +1,4 @@
-"""Which parts of a grammar the library's lexer may take as one lexeme without changing what the grammar allows.
+"""EBNF to Lark: finds lexemes that the greedy lexer would end too late, so that they must be cut further.
 
 The lexer is greedy and never goes back: while some lexeme that may stand here goes on with the next byte, none ends.
 `[a-z]+ "x"` as two lexemes could never end: the first takes every x. Lexemes of one character each are always right,
@@ -112,7 +112,7 @@ def too_greedy(automata: list[Automaton], context: Context) -> set[int]:
             after[number] |= automata[other].first_bytes()
     greedy: set[int] = set()
     seen: set[tuple[int, int]] = set()
-    open_pairs = [pair for places in (context.opening, *context.following) for pair in product(places, places)]
+    open_pairs = [pair for together in (context.opening, *context.following) for pair in product(together, together)]
     while open_pairs:
         pair = open_pairs.pop()
         if pair in seen:

@@ -1,4 +1,4 @@
-"""A request's place in its grammar: which tokens may come next, now and after each draft (DB §8.4-8.5)."""
+"""Follows one request through its compiled grammar: masks of the allowed tokens after text and drafts (DB §8.4-8.5)."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Matcher:
         self._consumed = 0  # by the grammar
 
     def copy(self) -> "Matcher":
-        """An independent one at the same place; about a microsecond."""
+        """An independent one in the same state; about a microsecond."""
         other = object.__new__(Matcher)
         other.__dict__.update(self.__dict__, _grammar=self._grammar.deep_copy())
         return other
@@ -45,7 +45,7 @@ class Matcher:
                 raise GrammarError(self._error() or f"the grammar does not allow token {token} here")
 
     def fill_masks(self, drafts: list[int], masks: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Writes which tokens may come next, and which after each of the drafts; the place stays what it is.
+        """Writes which tokens may come next, and which after each of the drafts; its state stays what it is.
 
         Arguments:
             drafts: the tokens that may be next, in their order.

@@ -1,4 +1,4 @@
-"""What the rules of a grammar are made of."""
+"""The syntax tree of EBNF rules, shared by the steps from parsing to Lark."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

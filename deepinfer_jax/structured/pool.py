@@ -1,4 +1,4 @@
-"""Threads that compile grammars, so that the engine never waits for one, and a cache of what they compiled."""
+"""Compiles grammars on threads, so that the engine never waits for one, and caches them."""
 
 import math
 import threading
@@ -87,7 +87,7 @@ class GrammarPool:
         self._queue: deque[_Job] = deque()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        # Of all that is above; told of whenever a job is queued or done.
+        # Of all that is above; notified whenever a job is queued or done.
         self._changed = threading.Condition()
 
     def submit(self, args: StructuredArgs) -> PendingGrammar:

@@ -1,4 +1,4 @@
-"""Rules in another form that allow the same texts."""
+"""EBNF to Lark: rewrites rules before they are cut (special tokens, tail calls); the same texts are allowed."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""JSON Schemas: what is wrong with one, all at once and with the place, and one whose objects are closed.
+"""JSON Schemas: reports all unsupported keywords, each with its path, and closes objects.
 
 The grammar library passes over keywords that it does not know, so that a misspelt `maxLenght` would silently allow
-everything; and of those that it knows and cannot enforce it names the first, without its place.
+everything; and of those that it knows and cannot enforce it names the first, without its path.
 """
 
 import copy
@@ -58,14 +58,14 @@ def checked_schema(schema: Any, *, closed: bool) -> Any:
             (DeepInfer's strict mode). Where several schemas hold of one object, none is closed: each would forbid what
             the others ask for.
 
-    Raises ValueError for a schema that is no JSON Schema, and one that lists, with their places, all keywords that are
+    Raises ValueError for a schema that is no JSON Schema, and one that lists, with their paths, all keywords that are
     unknown or that no grammar here enforces.
     """
     try:
-        places = dict(_places(schema, "#"))
-        if problems := list(_problems(schema, "#", places, old=_is_old(schema))):
+        subschemas = dict(_subschemas(schema, "#"))
+        if problems := list(_problems(schema, "#", subschemas, old=_is_old(schema))):
             raise ValueError("the JSON Schema cannot be enforced: " + "; ".join(problems))
-        if _depth(schema, places, {}) > _MAX_DEPTH:
+        if _depth(schema, subschemas, {}) > _MAX_DEPTH:
             raise RecursionError
         result = copy.deepcopy(schema)
         joint_refs = _joint_refs(schema)
@@ -78,60 +78,60 @@ def checked_schema(schema: Any, *, closed: bool) -> Any:
         raise ValueError("the JSON Schema is nested too deeply to be read") from None
 
 
-def _problems(schema: Any, place: str, places: Mapping[str, Any], *, old: bool) -> Iterator[str]:
+def _problems(schema: Any, path: str, subschemas: Mapping[str, Any], *, old: bool) -> Iterator[str]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        yield f"{place} must be a schema, an object or a boolean, and is {_short(schema)}"
+        yield f"{path} must be a schema, an object or a boolean, and is {_short(schema)}"
         return
     for key, value in schema.items():
         if key in UNENFORCED:
             if key != "uniqueItems" or value is not False:
-                yield f"{key!r} at {place} is not supported"
+                yield f"{key!r} at {path} is not supported"
         elif key not in ENFORCED and key not in _WITHOUT_EFFECT and not key.startswith("x-"):
             near = difflib.get_close_matches(key, ENFORCED | UNENFORCED | _WITHOUT_EFFECT, n=1)
-            yield f"unknown keyword {key!r} at {place}" + (f" (did you mean {near[0]!r}?)" if near else "")
+            yield f"unknown keyword {key!r} at {path}" + (f" (did you mean {near[0]!r}?)" if near else "")
         elif key == "x-guidance":
-            yield f"{key!r} at {place} is not supported"
+            yield f"{key!r} at {path} is not supported"
         elif key == "items" and isinstance(value, list):
             if not old:
-                yield f"'items' at {place} is a list; that is called 'prefixItems' since draft 2020-12"
-        elif key == "$ref" and isinstance(value, str) and unquote(value) not in places:
-            yield f"'$ref' at {place} leads to {value!r}, and there is no schema; put it into '$defs'"
+                yield f"'items' at {path} is a list; that is called 'prefixItems' since draft 2020-12"
+        elif key == "$ref" and isinstance(value, str) and unquote(value) not in subschemas:
+            yield f"'$ref' at {path} leads to {value!r}, and there is no schema; put it into '$defs'"
     if problem := _lost_bound(schema):
-        yield f"{problem} at {place} is not supported"
+        yield f"{problem} at {path} is not supported"
     for key, name, part in _parts(schema):
         if key in _LISTS and not isinstance(schema[key], list):
-            yield f"{key!r} at {place} must be a list of schemas and is {_short(schema[key])}"
+            yield f"{key!r} at {path} must be a list of schemas and is {_short(schema[key])}"
         elif key in _MAPS and not isinstance(schema[key], dict):
-            yield f"{key!r} at {place} must be an object of schemas and is {_short(schema[key])}"
+            yield f"{key!r} at {path} must be an object of schemas and is {_short(schema[key])}"
         else:
-            yield from _problems(part, _within(place, key, name), places, old=old)
+            yield from _problems(part, _within(path, key, name), subschemas, old=old)
 
 
-def _places(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Every schema within one, itself first, by its place and by the name that `$anchor` gives it."""
-    yield place, schema
+def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every schema within one, itself first, by its path and by the name that `$anchor` gives it."""
+    yield path, schema
     if isinstance(schema, dict) and "$anchor" in schema:
         yield f"#{schema['$anchor']}", schema
     for key, name, part in _parts(schema) if isinstance(schema, dict) else ():
-        yield from _places(part, _within(place, key, name))
+        yield from _subschemas(part, _within(path, key, name))
 
 
-def _depth(schema: Any, places: Mapping[str, Any], known: dict[str, int]) -> int:
+def _depth(schema: Any, subschemas: Mapping[str, Any], known: dict[str, int]) -> int:
     """How many schemas lie within each other at most, those included that a `$ref` leads to.
 
     Arguments:
-        known: of each place that a `$ref` leads to; 0 while it is looked at. Filled here.
+        known: of each path that a `$ref` leads to; 0 while it is looked at. Filled here.
     """
     if not isinstance(schema, dict):
         return 1
-    depths = [_depth(part, places, known) for key, _, part in _parts(schema) if key not in ("$defs", "definitions")]
+    depths = [_depth(part, subschemas, known) for key, _, part in _parts(schema) if key not in ("$defs", "definitions")]
     if isinstance(ref := schema.get("$ref"), str):
         target = unquote(ref)
         if target not in known:
             known[target] = 0
-            known[target] = _depth(places[target], places, known)
+            known[target] = _depth(subschemas[target], subschemas, known)
         depths.append(known[target])
     return 1 + max(depths, default=0)
 
@@ -169,25 +169,25 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]
 
 
 def _walk(
-    schema: Any, joint_refs: Set[str] = frozenset(), place: str = "#", joint: bool = False
+    schema: Any, joint_refs: Set[str] = frozenset(), path: str = "#", joint: bool = False
 ) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """All object schemas within one, itself first: place, schema, and whether others hold of the same values.
+    """All object schemas within one, itself first: path, schema, and whether others hold of the same values.
 
     Arguments:
-        joint_refs: places of which others say that by a `$ref`.
+        joint_refs: paths of the schemas of which others say that by a `$ref`.
     """
     if not isinstance(schema, dict):
         return
-    joint = joint or place in joint_refs
-    yield place, schema, joint
+    joint = joint or path in joint_refs
+    yield path, schema, joint
     together = joint or _is_one_of_several(schema)
     for key, name, part in _parts(schema):
         branch = key in _BRANCHES and (together or (key == "allOf" and len(schema[key]) > 1))
-        yield from _walk(part, joint_refs, _within(place, key, name), branch)
+        yield from _walk(part, joint_refs, _within(path, key, name), branch)
 
 
 def _joint_refs(schema: Any) -> set[str]:
-    """Places of the schemas that hold together with others because a `$ref` says so, directly or through others."""
+    """Paths of the schemas that hold together with others because a `$ref` says so, directly or through others."""
     found: set[str] = set()
     while True:
         new = {
@@ -206,11 +206,11 @@ def _is_one_of_several(schema: dict[str, Any]) -> bool:
     return len(branches) > 1 or (bool(branches) and not _OBJECT_KEYWORDS.isdisjoint(schema))
 
 
-def _within(place: str, key: str, name: str | int | None) -> str:
+def _within(path: str, key: str, name: str | int | None) -> str:
     """The JSON pointer of a part."""
     if name is None:
-        return f"{place}/{key}"
-    return f"{place}/{key}/" + str(name).replace("~", "~0").replace("/", "~1")
+        return f"{path}/{key}"
+    return f"{path}/{key}/" + str(name).replace("~", "~0").replace("/", "~1")
 
 
 def _is_old(schema: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How much of a request's trigger its text has, token by token (DB §8.4)."""
+"""Follows a request's trigger text token by token; the grammar holds from its end on (DB §8.4)."""
 
 from dataclasses import dataclass, replace
 

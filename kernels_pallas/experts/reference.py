@@ -1,4 +1,4 @@
-"""The meaning of the routed experts in plain XLA (model.md §6).
+"""Routed experts in plain XLA: the definition, and the path of every backend (model.md §6).
 
 Three ways of moving the same data, chosen from static shapes alone: every expert on every token when there are few
 experts for each pick, pair by pair when there are few pairs, tiles of one expert otherwise

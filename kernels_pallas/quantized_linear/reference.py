@@ -1,4 +1,4 @@
-"""The meaning of a quantised linear in plain XLA (model.md §2.2, §2.3)."""
+"""A quantised linear in plain XLA: the definition, and the path of every backend (model.md §2.2, §2.3)."""
 
 import jax
 import jax.numpy as jnp
