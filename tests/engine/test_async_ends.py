@@ -57,7 +57,7 @@ def exits(*arguments: Any) -> Any:
     [
         ("core.scheduler.schedule", never_again, "OSError: out of order"),  # nothing could end: it would fail for ever
         ("step", exits, "SystemExit: 3"),
-        ("add_request", exits, "SystemExit: 3"),
+        ("add_prepared", exits, "SystemExit: 3"),
         ("abort_request", exits, "SystemExit: 3"),
     ],
 )

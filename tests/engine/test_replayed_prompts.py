@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
 
 def test_prompt_log_probabilities_are_refused_and_harm_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine()
-    engine.limits = dataclasses.replace(engine.limits, replay=Replay("mask", KEEP))
+    engine.rules = dataclasses.replace(engine.rules, keep_tokens=KEEP)
     wants, free = SamplingParams(prompt_logprobs=True), SamplingParams(max_tokens=2)
     sentence = (
         "prompt_logprobs need the final states of the whole prompt, but with "

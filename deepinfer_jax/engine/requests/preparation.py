@@ -96,6 +96,8 @@ def prepare(
         images: `multi_modal_data` as of `LLMEngine.add_request`, its `RequestImages`, or the prompt with its images in
             place, whose ids then count; None: text.
         several: whether `params` may ask for several completions.
+
+    Returns what can be queued, or the first thing that is wrong; raises nothing for a wrong request.
     """
     ids = np.empty(0, np.int64)
     try:
