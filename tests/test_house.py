@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import deepinfer_jax
-
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
 
 
 def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,9 @@ import jax
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+from tests.support.paths import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 

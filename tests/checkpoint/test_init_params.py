@@ -1,7 +1,5 @@
 """checkpoint/init.py: the tree of load_params, filled at random."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,8 @@ from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config.model_config import ModelConfig, load_config
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 QUANTIZED = (Fp8Weight, Fp4Weight, Fp8Rows)
 
 

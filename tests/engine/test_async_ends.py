@@ -16,7 +16,7 @@ import pytest
 from deepinfer_jax import LLM, AsyncLLMEngine, EngineType
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
-from tests.support.children import ROOT
+from tests.support.paths import ROOT
 from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
 
 TABLE = make_table()

@@ -1,21 +1,11 @@
 """The engine on a mesh of two virtual devices: the same tokens, both halves at work, all pools full again."""
 
-from functools import cache
-from typing import Any
-
 import pytest
 
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.children import run_child
-from tests.support.drafting import draft_twin, drafts
+from tests.support.children import served
+from tests.support.drafting import draft_twin
 from tests.support.toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
-
-
-@cache
-def served(script_name: str = "two_devices", num_drafts: int = 0) -> dict[str, Any]:
-    with drafts(num_drafts):
-        result: dict[str, Any] = run_child(script_name)
-    return result
 
 
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])

@@ -14,6 +14,7 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import Sequence, SequenceStatus
 from tests.support.drafting import draft_twin, drafts
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import (
     DRAFT_BLOCK,
     MAX_POSITIONS,
@@ -110,7 +111,7 @@ def test_hand_over_changes_no_token() -> None:
     for i, prompt in enumerate(PROMPTS):
         first.add_request("u", str(i), params(i), prompt)
     found: dict[str, list[int]] = {}
-    while first.has_unfinished_requests() or second.has_unfinished_requests() or first.computed_requests():
+    for _ in while_unfinished(first, second, also=first.computed_requests):
         for output in [*first.step(), *second.step()]:
             found.setdefault(output.request_id, []).append(output.token_id)
         for name in first.computed_requests():

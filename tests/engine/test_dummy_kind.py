@@ -11,7 +11,8 @@ from deepinfer_jax.engine.handover.sequence_state import SequenceState
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
-from tests.support.reuse_traffic import BLOCK, is_idle
+from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.reuse_traffic import BLOCK
 from tests.support.toy import make_table, random_prompt, run, tokens, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -62,7 +63,7 @@ def test_hand_over_takes_it_along(tmp_path: Path, through_a_file: bool) -> None:
     for i, prompt in enumerate(prompts):
         prompt_engine.add_request("u", str(i), PARAMS, prompt)
     first: dict[str, int] = {}
-    while prompt_engine.has_unfinished_requests():
+    for _ in while_unfinished(prompt_engine):
         first |= {output.request_id: output.token_id for output in prompt_engine.step()}
     for name in prompt_engine.computed_requests():
         state = prompt_engine.export_sequence(name)

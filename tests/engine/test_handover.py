@@ -15,7 +15,6 @@ from deepinfer_jax import (
     EngineArgs,
     EngineType,
     LLMEngine,
-    RequestOutput,
     SamplingParams,
     SequenceState,
     load_config,
@@ -23,7 +22,9 @@ from deepinfer_jax import (
 from deepinfer_jax.checkpoint.tiny import make_tiny
 from deepinfer_jax.engine.handover.sequence_state import StateIdentity
 from deepinfer_jax.tokenization import ImagePrompt, MultimodalProcessor, get_hf_tokenizer
-from tests.support.real_model import GOLDEN_A, long_golden_a
+from tests.support.engine_runs import drain, is_idle
+from tests.support.paths import GOLDEN_A
+from tests.support.real_model import long_golden_a
 
 SIZES = {
     "precision": "float32_exact",
@@ -70,23 +71,10 @@ def engines(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine, LLMEngine]]:
         one.close()
 
 
-def run(llm_engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    results: dict[str, list[RequestOutput]] = {}
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            results.setdefault(output.request_id, []).append(output)
-    return results
-
-
-def is_idle(llm_engine: LLMEngine) -> bool:
-    stats = llm_engine.stats()
-    return stats["free_blocks"] == stats["total_blocks"] and stats["free_slots"] == stats["total_slots"]
-
-
 def unsplit(normal: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         normal.add_request("user", str(i), params, prompt)
-    results = run(normal)
+    results = drain(normal)
     return [[output.token_id for output in results[str(i)]] for i in range(len(prompts))]
 
 
@@ -99,14 +87,14 @@ def split(
 ) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         prompt_engine.add_request("user", str(i), params, prompt)
-    first = run(prompt_engine)
+    first = drain(prompt_engine)
     assert sorted(first) == sorted(prompt_engine.computed_requests())
     for name in prompt_engine.computed_requests():
         assert [output.finished for output in first[name]] == [False]
         completion_engine.import_sequence(carry(prompt_engine.export_sequence(name)))
-    assert is_idle(prompt_engine)
-    rest = run(completion_engine)
-    assert is_idle(completion_engine)
+    assert is_idle(prompt_engine.stats())
+    rest = drain(completion_engine)
+    assert is_idle(completion_engine.stats())
     for name in first:
         assert [output.num_output_tokens for output in first[name] + rest[name]] == list(
             range(1, params.max_tokens + 1)
@@ -161,28 +149,28 @@ def test_more_sequences_than_slots_and_blocks_are_imported_and_preempted(folder:
 def test_what_ends_with_its_first_token_is_not_handed_over(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     _, prompt_engine, _ = engines
     prompt_engine.add_request("user", "short", SamplingParams(max_tokens=1), TEXT[:5])
-    (output,) = run(prompt_engine)["short"]
+    (output,) = drain(prompt_engine)["short"]
     assert (output.finished, output.finish_reason) == (True, "length")
     assert prompt_engine.computed_requests() == []
     with pytest.raises(ValueError, match="short is not a computed prompt"):
         prompt_engine.export_sequence("short")
-    assert is_idle(prompt_engine)
+    assert is_idle(prompt_engine.stats())
 
 
 def test_a_computed_prompt_can_be_aborted(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     _, prompt_engine, _ = engines
     prompt_engine.add_request("user", "gone", GREEDY, TEXT[:20])
-    run(prompt_engine)
+    drain(prompt_engine)
     assert prompt_engine.abort_request("gone") == (1, 21)
-    (output,) = run(prompt_engine)["gone"]
+    (output,) = drain(prompt_engine)["gone"]
     assert output.finish_reason == "abort"
-    assert is_idle(prompt_engine) and prompt_engine.computed_requests() == []
+    assert is_idle(prompt_engine.stats()) and prompt_engine.computed_requests() == []
 
 
 def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     normal, prompt_engine, completion_engine = engines
     prompt_engine.add_request("user", "a", GREEDY, TEXT[:20])
-    run(prompt_engine)
+    drain(prompt_engine)
     with pytest.raises(ValueError, match=r"NORMAL engine hands nothing over; .*PROMPT"):
         normal.export_sequence("a")
     with pytest.raises(ValueError, match=r"COMPLETION engine .* import_sequence"):
@@ -194,7 +182,7 @@ def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LL
     completion_engine.import_sequence(state)
     with pytest.raises(ValueError, match="request a is unfinished"):
         completion_engine.import_sequence(state)
-    run(completion_engine)
+    drain(completion_engine)
 
 
 def test_images_of_a_prompt_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
@@ -234,7 +222,7 @@ class TestRefusals:
     @pytest.fixture
     def file(self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], tmp_path: Path) -> Path:
         engines[1].add_request("user", "a", GREEDY, TEXT[:40])
-        run(engines[1])
+        drain(engines[1])
         path = tmp_path / "a.safetensors"
         engines[1].export_sequence("a").save(path)
         return path
@@ -290,7 +278,7 @@ class TestRefusals:
         path = tmp_path / "a.safetensors"
         packed = engine(folder, EngineType.PROMPT, precision="float32")
         packed.add_request("user", "a", GREEDY, TEXT[:40])
-        run(packed)
+        drain(packed)
         packed.export_sequence("a").save(path)
         packed.close()
         unpacked = engine(folder, EngineType.COMPLETION, precision="float32", kv_cache_format="unpacked")
@@ -327,7 +315,7 @@ class TestRefusals:
         completion_engine.step()
         with pytest.raises(ValueError, match=f"request a: .*{reason}"):
             completion_engine.import_sequence(dataclasses.replace(state, **changed))
-        assert run(completion_engine)["runs"][-1].finish_reason == "length"
+        assert drain(completion_engine)["runs"][-1].finish_reason == "length"
 
     @pytest.mark.slow
     def test_a_prompt_that_fills_the_importing_engine(self, folder: Path, file: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 from PIL import Image
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
-from tests.engine.test_golden import log_softmax
 from tests.support.drafting import drafts
-from tests.support.real_model import GOLDEN_A, long_golden_a, tokens_of
+from tests.support.engine_runs import drain
+from tests.support.golden import log_softmax
+from tests.support.paths import GOLDEN_A
+from tests.support.real_model import long_golden_a, tokens_of
 
 GOLDEN = np.load(GOLDEN_A / "img.f32nq.npz")
 IDS, PREFILL = GOLDEN["input_ids"][0], int(GOLDEN["prefill_len"])
@@ -162,10 +164,7 @@ def test_damaged_images_end_alone(llm: LLM) -> None:
         requests.append(([5, IMAGE, 6], images(bytes(data[: rng.integers(1, len(data))] if number % 3 else data))))
     for number, (ids, data) in enumerate([(TEXT, None), *requests]):
         llm.llm_engine.add_request("u", str(number), GREEDY, ids, data)
-    found: dict[str, list[RequestOutput]] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            found.setdefault(output.request_id, []).append(output)
+    found = drain(llm.llm_engine)
     check_idle(llm)
     assert tokens_of([found["0"]]) == tokens_of([alone])
     reasons = [found[str(number)][-1].finish_reason for number in range(1, 33)]

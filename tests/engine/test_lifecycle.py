@@ -12,6 +12,7 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import zero_overhead_scheduling
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
 TABLE = make_table()
@@ -53,7 +54,7 @@ def test_the_moments_of_that_test_cover_a_request_from_before_its_start_to_after
     engine = toy_engine()
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=5), random_prompt(17))
     steps = 0
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         engine.step()
         steps += 1
     assert 6 <= steps < 12

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.reuse_traffic import check, is_idle, texts, wanted
+from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import MAX_POSITIONS, ToyModel, toy_engine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -127,7 +128,7 @@ class ReuseTraffic(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        while engine.has_unfinished_requests():
+        for _ in while_unfinished(engine):
             self.take(engine.step)
         self.take(engine.flush_inflight_reqs)
         self.take(engine.step)  # the scheduler's word on requests that a broken step has ended

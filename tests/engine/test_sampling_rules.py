@@ -16,6 +16,7 @@ from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_ids, ans
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.sampling import plain_rows, sample
 from tests.support.drafting import drafts
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import (
     EOS,
     VOCAB,
@@ -136,7 +137,7 @@ def test_a_request_goes_on_by_its_rules_in_another_engine(tmp_path: Path) -> Non
     results: dict[str, list[int]] = {name: [] for name in wanted}
     for name, (prompt, params) in wanted.items():
         prompts.add_request("u", name, params, prompt)
-    while prompts.has_unfinished_requests():
+    for _ in while_unfinished(prompts):
         for output in prompts.step():
             results[output.request_id].append(output.token_id)
         for name in prompts.computed_requests():

@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import random_prompt, toy_engine
 
 
@@ -45,7 +46,7 @@ def test_ten_thousand_requests_leave_less_than_a_kilobyte_each() -> None:
             engine.add_request("u", str(i), how, random_prompt(int(rng.integers(1, 12)), i))
             if i % 50 == 0:
                 engine.abort_request(str(i))
-        while engine.has_unfinished_requests():
+        for _ in while_unfinished(engine):
             engine.step()
         if first >= 1000:
             counts.append(first)

@@ -10,7 +10,7 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import DraftPolicy
-from tests.engine.test_data_parallel import served
+from tests.support.children import served
 from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
 from tests.support.toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens
 from tests.support.toy_grammar import constrained_twin, grammar_parts

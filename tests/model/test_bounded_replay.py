@@ -22,7 +22,7 @@ from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE,
 from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
-from tests.support.golden import GOLDEN
+from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
 
 WINDOW = small_config().text.sliding_window
@@ -36,7 +36,7 @@ INVARIANT, PLAIN = KernelChoice(batch_invariant=True), KernelChoice()
 LENGTHS = (1, WINDOW, KEEP - 1, KEEP, KEEP + 1, CHUNK + KEEP)
 LONGER = (KEEP + WINDOW - 1, KEEP + WINDOW, CHUNK, CHUNK + 1, 2 * CHUNK, 93)
 WAYS = {"at once": CHUNK, "in chunks of 7": 7, f"in chunks of {WINDOW}": WINDOW, f"in chunks of {KEEP}": KEEP}
-RELEASED = parse_config(json.loads((GOLDEN.parent / "configs" / "released.json").read_text())).text
+RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text())).text
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,8 +15,7 @@ import pytest
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.paged_model import Drafted, PagedModel, StepModel
-from tests.model.test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
-from tests.support.golden import Case, model, worst
+from tests.support.golden import LOGIT_TOLERANCE, STREAM_TOLERANCE, Case, model, worst
 from tests.support.stepping import Stepping
 
 SLOT, CHUNK = 3, 16

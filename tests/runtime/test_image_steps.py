@@ -1,7 +1,6 @@
 """Images inside step programs: golden A's prompt with images, beside one of text, by places and a pool of features."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ from deepinfer_jax.runtime.paged_model import PagedModel
 from deepinfer_jax.runtime.runner import Runner, StepResult
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
+from tests.support.paths import GOLDEN_A
 
-FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
-IMAGES, TEXT = GOLDEN = [dict(np.load(FOLDER / f"{case}.f32nq.npz")) for case in ("img", "long")]
+IMAGES, TEXT = GOLDEN = [dict(np.load(GOLDEN_A / f"{case}.f32nq.npz")) for case in ("img", "long")]
 VOCAB, TOKENS_PER_BLOCK, DECODED = 192, 16, 6
 ROWS, WIDTH = 2, 5
 PREFILL, DECODE = Bucket(ROWS, 64, WIDTH), Bucket(ROWS, 1, WIDTH)
@@ -59,10 +58,10 @@ def features() -> Any:
 
 @functools.cache
 def runner() -> Runner:
-    config = load_config(FOLDER)
+    config = load_config(GOLDEN_A)
     made = Runner(
         PagedModel(config, "float32_exact", KernelChoice()),
-        load_params(FOLDER, config, precision="float32_exact"),
+        load_params(GOLDEN_A, config, precision="float32_exact"),
         buckets=BucketTable(decode=(DECODE,), prefill=(PREFILL,)),
         shape=CacheShape(data=1, slots=ROWS, blocks=ROWS * WIDTH, tokens_per_block=TOKENS_PER_BLOCK),
         table_width=WIDTH,

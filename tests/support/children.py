@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
+from functools import cache
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.drafting import drafts
+from tests.support.paths import ROOT
 
 
 def run_child(name: str, *arguments: str) -> Any:
@@ -15,3 +16,11 @@ def run_child(name: str, *arguments: str) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@cache
+def served(script_name: str = "two_devices", num_drafts: int = 0) -> dict[str, Any]:
+    """What a script of toy engines printed that draft so many tokens; run once."""
+    with drafts(num_drafts):
+        result: dict[str, Any] = run_child(script_name)
+    return result

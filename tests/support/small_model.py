@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from deepinfer_jax import ModelConfig, Params, init_params, load_config
-from tests.support.golden import GOLDEN
+from tests.support.paths import GOLDEN_A
 
 
 @functools.cache
 def small_config() -> ModelConfig:
     """Golden A cut to: window only; full at ratio 2 with Engram; full at ratio 1, candidate source; reindex."""
-    document: dict[str, Any] = json.loads((GOLDEN / "A_s28" / "config.json").read_text())
+    document: dict[str, Any] = json.loads((GOLDEN_A / "config.json").read_text())
     document["text_config"] |= {
         "num_hidden_layers": 4,
         "compress_ratios": [0, 2, 1, 1, 0],

@@ -42,6 +42,7 @@ from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.runtime.paged_model import Advanced, Drafted, Pick, StepBatch, StepModel
 from deepinfer_jax.runtime.runner import Runner
 from deepinfer_jax.sampling import plain_rows, sample
+from tests.support.engine_runs import drain
 
 VOCAB = 64
 EOS = 1
@@ -294,10 +295,7 @@ def toy_engine(*, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, 
 
 def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     """Steps until nothing is left; outputs by request id. Afterwards every block and slot is free."""
-    results: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            results.setdefault(output.request_id, []).append(output)
+    results = drain(engine)
     assert engine.flush_inflight_reqs() == []  # at most rows whose sequence ended a step earlier
     engine._loop.scheduler.check_idle()
     return results

@@ -4,14 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from deepinfer_jax.cli.check import check_model, run_check
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "golden"
 LOADS = "config.json describes a model that this engine runs"
 IMAGE_ID = "image_token_id is the id of <image> or <｜deepseek_image｜>"
 IMAGE_NAME = "<image> or <｜deepseek_image｜> has image_token_id"
@@ -163,7 +161,7 @@ def released_dir(edited_dir, rename):
 
     def build(names=None):
         directory = edited_dir(tokenizer=rename(names)) if names else edited_dir()
-        shutil.copy(TESTS / "configs" / "released.json", directory / "config.json")
+        shutil.copy(RELEASED_CONFIG, directory / "config.json")
         size = 129_280 * 5120 * 2
         header = {"embed.weight": {"dtype": "BF16", "shape": [129_280, 5120], "data_offsets": [0, size]}}
         raw = json.dumps(header).encode()

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ from deepinfer_jax.tokenization import (
     compress_vocabulary,
     encode_compressed,
 )
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tests.support.paths import GOLDEN
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Engram rows on the host: the numbers of model.md §14 and Appendix B, DB §16, and both golden folders."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from deepinfer_jax.tokenization import (
     ngram_rows,
     ngram_windows,
 )
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = ("A_s28", "B_s15")
 # case.mode.npz; the stale files (case.mode.stale.npz) record no rows.
 CASES = [path for folder in FOLDERS for path in sorted((GOLDEN / folder).glob("*.npz")) if path.name.count(".") == 2]
@@ -55,7 +54,7 @@ def test_released_primes_are_those_of_appendix_b():
 
 
 def test_released_table_sizes_equal_the_configuration():
-    released_config = Path(__file__).parents[1] / "configs" / "released.json"
+    released_config = RELEASED_CONFIG
     expected = json.loads(released_config.read_text())["text_config"]["engram_num_embeddings"]
     primes, _ = released()
     assert primes.sum(axis=(1, 2)).tolist() == expected == [384_006_168, 384_016_682]

@@ -6,7 +6,6 @@ import logging
 import pickle
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from deepinfer_jax.tokenization import SPAN_TOKENS, get_hf_tokenizer
+from tests.support.paths import GOLDEN_A
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "A_s28"
 BOS = "<｜begin▁of▁sentence｜>"
 SPAN_NAME = re.compile(r"<\|place_holder_mm_span_00([01][0-9]|20)\|>")
 
@@ -28,7 +27,7 @@ def raw(real_dir):
 @pytest.fixture
 def native_dir(tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / name, tmp_path)
+        shutil.copy(GOLDEN_A / name, tmp_path)
     return tmp_path
 
 

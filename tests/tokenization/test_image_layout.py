@@ -1,15 +1,13 @@
 """Sizes to grids and token counts: golden rows, published vectors, and an exact twin on thousands of sizes."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepinfer_jax.tokenization import ImageError, ImageProcessor, TokenType
 from tests.support.image_rules import rules
-
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.support.paths import GOLDEN
 
 
 def test_the_golden_plan():

@@ -1,7 +1,6 @@
 """Patches bit for bit: the golden images, and Pillow's own padding with every step written out."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -11,8 +10,7 @@ from PIL import Image, ImageOps
 
 from deepinfer_jax.tokenization import ImageProcessor
 from tests.support.image_rules import rules
-
-GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
+from tests.support.paths import GOLDEN_A
 
 
 def picture(width, height, seed=0):
@@ -21,9 +19,9 @@ def picture(width, height, seed=0):
 
 
 def test_the_golden_patches_are_bit_equal():
-    config = json.loads((GOLDEN / "config.json").read_text())
+    config = json.loads((GOLDEN_A / "config.json").read_text())
     processor = ImageProcessor(SimpleNamespace(**config["vision_config"]))
-    golden = np.load(GOLDEN / "img.f32nq.npz")
+    golden = np.load(GOLDEN_A / "img.f32nq.npz")
     for index in range(2):
         expected = golden[f"image{index}/patches"]
         patches = processor.patches(golden[f"image{index}/rgb"])

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +22,8 @@ from deepinfer_jax.tokenization import (
     get_hf_tokenizer,
 )
 from tests.support.image_rules import rules
+from tests.support.paths import GOLDEN_A
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
 VOCAB, PLACEHOLDER = 100, 90
 # One patch is one cell here; by size: tokens.
 TOKENS = {(4, 4): 4, (8, 4): 5, (4, 8): 6, (8, 12): 11}
@@ -111,15 +110,15 @@ def test_every_spelling_gives_the_same_prompt(runs, sizes):
 
 
 def test_the_golden_prompt_from_all_its_spellings():
-    config = json.loads((GOLDEN / "config.json").read_text())
+    config = json.loads((GOLDEN_A / "config.json").read_text())
     vision = MultimodalProcessor(
         SimpleNamespace(**config["vision_config"]),
-        get_hf_tokenizer(GOLDEN),
+        get_hf_tokenizer(GOLDEN_A),
         image_token_id=config["image_token_id"],
         vocab_size=config["text_config"]["vocab_size"],
     )
     assert vision.placeholder == "<image>"
-    golden = np.load(GOLDEN / "img.f32nq.npz")
+    golden = np.load(GOLDEN_A / "img.f32nq.npz")
     ids, types = golden["input_ids"][0], golden["token_types"][0]
     data = {"image_bytes": [golden["image0/rgb"], golden["image1/rgb"]], "image_sizes": [(60, 50), (37, 40)]}
     # The authors' types: -1 text, 0 start, 1 image, 2 new line, 3 end.
