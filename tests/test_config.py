@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.config.model_config import load_config, parse_config
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.pure
+
 GOLDEN: dict[str, Any] = json.loads((GOLDEN_A / "config.json").read_text())
 KEYS = [
     (section, key)

@@ -14,6 +14,8 @@ from hypothesis.extra.numpy import arrays
 
 from deepinfer_jax.kernels import formats
 
+pytestmark = pytest.mark.toy
+
 BYTES = np.arange(256, dtype=np.uint8)
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NIBBLES = np.concatenate([MAGNITUDES, -MAGNITUDES])

@@ -11,6 +11,8 @@ import pytest
 import deepinfer_jax
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.pure
+
 
 def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]

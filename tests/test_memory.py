@@ -22,6 +22,8 @@ from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.weights.layout import released_tensors
 from tests.support.paths import GOLDEN_B, RELEASED_CONFIG
 
+pytestmark = pytest.mark.pure
+
 GB = 10**9
 RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text()))
 TINY_CONFIG = parse_config(TINY)

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.real
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 

@@ -12,6 +12,8 @@ from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
 from tests.support.paths import GOLDEN
 
+pytestmark = pytest.mark.real
+
 QUANTIZED = (Fp8Weight, Fp4Weight, Fp8Rows)
 
 

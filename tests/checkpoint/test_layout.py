@@ -13,6 +13,8 @@ from deepinfer_jax.config.model_config import ModelConfig, load_config, parse_co
 from deepinfer_jax.weights.layout import param_specs, released_tensors
 from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(scope="module")
 def released() -> ModelConfig:

@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.paths import GOLDEN_A
+
+pytestmark = pytest.mark.real
 
 CHILD = """
 import sys

@@ -22,6 +22,8 @@ from deepinfer_jax.checkpoint.safetensors import (
 from deepinfer_jax.weights.layout import TensorSpec
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.pure
+
 TENSORS = (
     TensorSpec("codes", "F8_E4M3", (3, 5)),  # 15 bytes: the tensors behind it are not aligned
     TensorSpec("scales", "F8_E8M0", (7,)),

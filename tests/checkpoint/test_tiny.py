@@ -22,6 +22,8 @@ from deepinfer_jax.tokenization import CompressedVocabulary, get_hf_tokenizer
 from deepinfer_jax.weights.layout import released_tensors
 from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

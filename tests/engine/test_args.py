@@ -9,6 +9,8 @@ import pytest
 
 from deepinfer_jax.engine.args import EngineArgs, EngineLimits
 
+pytestmark = pytest.mark.pure
+
 
 def limits(model_len: int = 1_048_576, **kwargs: object) -> EngineLimits:
     fields = {field.name for field in dataclasses.fields(EngineArgs)}

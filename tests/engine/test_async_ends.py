@@ -19,6 +19,8 @@ from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
 from tests.support.paths import ROOT
 from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 
 

@@ -10,6 +10,8 @@ from deepinfer_jax import LLM, AsyncLLMEngine, EngineArgs, RequestOutput, Sampli
 from tests.support.async_toy import LONG, Gate, greedy, read, run_on
 from tests.support.toy import POISON, VOCAB, greedy_twin, make_table, random_prompt, tokens, toy_engine, use_toy
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 # Those of `toy_engine`, so that nothing is compiled again.
 SAME_PROGRAMS: dict[str, Any] = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}

@@ -20,6 +20,8 @@ from tests.support.paths import GOLDEN_B, RELEASED_CONFIG
 from tests.support.toy import greedy_twin, make_table, toy_parts
 from tests.support.toy_images import expanded, image_parts, toy_image
 
+pytestmark = pytest.mark.real
+
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
 
 

@@ -7,6 +7,8 @@ from tests.support.children import served
 from tests.support.drafting import draft_twin
 from tests.support.toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
 
+pytestmark = pytest.mark.toy
+
 
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
 def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:

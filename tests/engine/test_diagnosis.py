@@ -24,6 +24,8 @@ from tests.support.engine_runs import drain
 from tests.support.paths import GOLDEN_A
 from tests.support.sequences import running_sequence
 
+pytestmark = pytest.mark.real
+
 PRECISION = "float32"
 POISONED = 77  # a token
 TEXT = np.random.default_rng(0).integers(100, 192, CHUNK + 40).astype(np.int32)

@@ -27,7 +27,7 @@ from tests.support.toy import (
     toy_engine,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 TABLE = make_table()
 STRICT = ToyModel(strict=True)  # a slot of other tokens than those in the blocks fails
 NUM_DRAFTS = 3
@@ -145,6 +145,7 @@ def test_greedy_tokens_are_those_without_drafts_for_any_number_of_them(num_draft
     assert engine.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.unoptimised(False)  # compares bytes of prefill and decode
 def test_rejected_drafts_leave_nothing_in_slots_and_blocks() -> None:
     """After every step the state of each sequence is that of its text, to the byte, and so are its next drafts."""
     engine, fresh = drafting_engine(overlap=False), drafting_engine(overlap=False)

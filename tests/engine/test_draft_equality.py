@@ -19,7 +19,7 @@ from tests.support.agreeing import agreeing_load
 from tests.support.drafting import drafts
 from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"
 # Pools of 11 blocks: one sequence of max_model_len takes 10, so several of these lengths do not fit together.
 SMALL = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "num_kv_blocks": 11}

@@ -26,7 +26,7 @@ from tests.support.toy import (
     toy_engine,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 TABLE = make_table()
 # (prompt length, max_tokens): limits inside a block of drafts, at its edges, and by max_model_len.
 SHAPES = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 12), (9, 13), (17, 20), (30, 20)]

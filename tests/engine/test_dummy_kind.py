@@ -15,7 +15,7 @@ from tests.support.engine_runs import is_idle, while_unfinished
 from tests.support.reuse_traffic import BLOCK
 from tests.support.toy import make_table, random_prompt, run, tokens, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 TABLE = make_table()
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -29,6 +29,8 @@ from tests.support.toy import (
     toy_engine,
 )
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
 

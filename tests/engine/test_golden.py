@@ -14,6 +14,8 @@ from tests.support.engine_runs import drain
 from tests.support.golden import log_softmax
 from tests.support.paths import GOLDEN
 
+pytestmark = pytest.mark.real
+
 
 def check_case(folder: str, case: str, *, extra_requests: int) -> None:
     data = np.load(GOLDEN / folder / f"{case}.f32nq.npz")

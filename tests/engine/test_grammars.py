@@ -23,6 +23,8 @@ from tests.support.toy import EOS, greedy_twin, make_table, random_prompt, run, 
 from tests.support.toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
 from tests.support.varlen_engine import random_choice, variables
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 SCHEMA = {
     "type": "array",
     "items": {"anyOf": [{"type": "integer", "maximum": 999}, {"enum": [None, True, "ab", "b"]}]},

@@ -36,7 +36,7 @@ SIZES = {
 TEXT = np.random.default_rng(9).integers(3, 192, 160).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=8, ignore_eos=True)
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="sampled")]
 )

@@ -20,7 +20,7 @@ from tests.support.engine_runs import is_idle, while_unfinished
 from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import ToyModel, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 picks = st.integers(0, 1 << 16)
 

@@ -20,6 +20,8 @@ from tests.support.toy import IMAGE, VOCAB, greedy_twin, make_table, random_prom
 from tests.support.toy_grammar import TOKENIZER, constrained_twin
 from tests.support.toy_images import HeldProcessor, expanded, image_engine, image_parts, toy_image
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 IDS, TEXT = [5, IMAGE, 6], [5, 9, 6]
 

@@ -22,6 +22,8 @@ from tests.support.golden import log_softmax
 from tests.support.paths import GOLDEN_A
 from tests.support.real_model import long_golden_a, tokens_of
 
+pytestmark = pytest.mark.real
+
 GOLDEN = np.load(GOLDEN_A / "img.f32nq.npz")
 IDS, PREFILL = GOLDEN["input_ids"][0], int(GOLDEN["prefill_len"])
 PROMPT, FORCED = IDS[:PREFILL].tolist(), IDS[PREFILL:].tolist()

@@ -13,6 +13,8 @@ from tests.support.engine_runs import while_unfinished
 from tests.support.interrupts import Interrupt
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 
 def crowded(interrupt: Interrupt, **kwargs: Any) -> tuple[LLMEngine, Counter[str]]:
     """Eight requests in a pool that holds one, two of them aborted; how often each was told its end.

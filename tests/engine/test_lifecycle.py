@@ -15,6 +15,8 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.engine_runs import while_unfinished
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 

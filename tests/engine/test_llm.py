@@ -11,7 +11,7 @@ from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.toy import EOS, POISON, VOCAB, greedy_twin, make_table
 
-pytestmark = pytest.mark.usefixtures("toy_model")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("toy_model")]
 
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

@@ -11,6 +11,8 @@ from tests.support.driven import CHUNK, TOKENS_PER_BLOCK, Driven, Row
 from tests.support.dummy_kind import dummy_kind_twin
 from tests.support.toy import make_table, random_prompt, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 LENGTHS = [1, 3, 4, 5, 8, 9, 16, 20]
 
 

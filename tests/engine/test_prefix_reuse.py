@@ -18,7 +18,7 @@ RNG = np.random.default_rng(4)
 TEXT = RNG.integers(3, 192, 600).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=6, ignore_eos=True)
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 # Engines compile and compute for seconds: sampling comes with the slow tests, hand-over's greedy ones as well.
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow)]

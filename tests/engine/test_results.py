@@ -12,6 +12,8 @@ from deepinfer_jax.runtime.runner import StepResult
 from deepinfer_jax.scheduler import SequenceStatus
 from tests.support.sequences import EOS, running_sequence
 
+pytestmark = pytest.mark.pure
+
 
 def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
     array = np.asarray(tokens, np.int32)

@@ -16,7 +16,7 @@ from tests.support.engine_runs import is_idle, while_unfinished
 from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import MAX_POSITIONS, ToyModel, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 STATE_BYTES = 4  # of the toy's slot
 picks = st.integers(0, 1 << 16)

@@ -6,6 +6,8 @@ from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.sampling import NO_OPTIONS
 
+pytestmark = pytest.mark.pure
+
 NAMES = ("DECODE_TOKEN_BLACKLIST", "SAMPLER_FORCE_TOPK", "COMPUTE_SUM_SMALLER_PROBS")
 
 

@@ -29,6 +29,8 @@ from tests.support.toy import (
     toy_engine,
 )
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 GREEDY = {"temperature": 0, "ignore_eos": True}
 _sample = jax.jit(sample)

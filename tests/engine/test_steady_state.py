@@ -10,6 +10,8 @@ import pytest
 from tests.support.engine_runs import while_unfinished
 from tests.support.toy import random_prompt, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 
 def test_a_steady_decode_step_sends_at_most_64_bytes_per_sequence() -> None:
     engine = toy_engine(max_num_seqs=32)

@@ -13,6 +13,8 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.engine_runs import while_unfinished
 from tests.support.toy import greedy_twin, make_table, random_prompt, sampled_twin, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 
 

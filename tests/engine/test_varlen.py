@@ -16,6 +16,8 @@ from tests.support.toy import greedy_twin, history_logits, make_table, random_pr
 from tests.support.toy_grammar import constrained_twin, grammar_parts
 from tests.support.varlen_engine import DRAFTS, random_choice, variables, varlen_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 
 

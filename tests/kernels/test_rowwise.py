@@ -16,6 +16,8 @@ from deepinfer_jax.kernels.rowwise import TILE_ROWS, batch_invariant, is_batch_i
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.kernels.weights import Fp4Weight
 
+pytestmark = pytest.mark.toy
+
 Array = npt.NDArray[Any]
 
 RNG = np.random.default_rng(0)

@@ -17,6 +17,8 @@ from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attenti
 from deepinfer_jax.kernels.sparse_attention.shapes import SMALL, Shape
 from tests.support.attention_oracle import brute_force
 
+pytestmark = pytest.mark.toy
+
 CHOICES = {"reference": KernelChoice(), "triton": KernelChoice(sparse_attention="triton", interpret=True)}
 
 # Heads, picks, slots and entries that no block divides; a second key block; head dim of the released model.

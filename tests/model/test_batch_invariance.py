@@ -21,6 +21,8 @@ from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from tests.support.golden import model
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 Array = npt.NDArray[Any]
 
 INVARIANT = KernelChoice(batch_invariant=True)

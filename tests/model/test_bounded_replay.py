@@ -25,6 +25,8 @@ from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
 from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 WINDOW = small_config().text.sliding_window
 KEEP = WINDOW + 4
 CHUNK = 32  # columns of the one prefill shape: more than are kept

@@ -14,6 +14,8 @@ from deepinfer_jax.model.checks import check_inputs
 from tests.support.golden import Array, model
 from tests.support.small_model import small_config, small_params
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 EXACT = "float32_exact"
 VOCAB = small_config().text.vocab_size
 HIDDEN = small_config().text.hidden_size

@@ -16,6 +16,8 @@ from deepinfer_jax import Cache, ForwardOutput, ModelConfig, Params, forward, in
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from tests.support.golden import LAYER_KEYS, Array, Case, as_float32, model, same_picks, worst
 
+pytestmark = pytest.mark.real
+
 LONGEST = 40
 ROWS = np.arange(1, LONGEST + 1)  # length of each row
 CASES = {"A_s28": Case("A_s28", "long", "f32nq"), "B_s15": Case("B_s15", "blong", "f32nq")}

@@ -14,6 +14,8 @@ from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.kernels.weights import Fp4Weight
 
+pytestmark = pytest.mark.real
+
 Array = npt.NDArray[Any]
 
 HIDDEN, INNER, LIMIT = 64, 96, 10.0

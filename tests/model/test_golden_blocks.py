@@ -18,6 +18,8 @@ from tests.support.blocks import run_blocks
 from tests.support.golden import MODES, Array, Case, as_float32, model, same_picks, visible_entries, worst
 from tests.support.replay import cache_array
 
+pytestmark = pytest.mark.real
+
 LOW = [
     Case("A_s28", "short", "fp8"),
     Case("A_s28", "short", "bf16"),

@@ -6,6 +6,8 @@ import pytest
 from tests.support.golden import LOGIT_TOLERANCE, STREAM_TOLERANCE, Case, model, same_picks, visible_entries, worst
 from tests.support.replay import cache_array, replay
 
+pytestmark = pytest.mark.real
+
 EXACT = [Case("A_s28", name, "f32nq") for name in ("short", "long", "inc", "img")] + [Case("B_s15", "blong", "f32nq")]
 # The cases in which no value lies so near the edge of a quantiser's bin that summation order moves it (README).
 ROUNDED = [Case("A_s28", "short", "f32"), Case("B_s15", "blong", "f32")]

@@ -17,7 +17,7 @@ from deepinfer_jax import ModelConfig, Params, forward, load_config, load_params
 from deepinfer_jax.model.forward import _forward
 from tests.support.paths import GOLDEN_A
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 BATCH, TIME = 2, 31  # at ratio 1 more entries than picks, and more blocks than candidates
 PICKS = tuple(f"layers.{layer}.attention.index_picks" for layer in (1, 2, 3))
 

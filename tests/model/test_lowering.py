@@ -14,6 +14,8 @@ from deepinfer_jax.weights.layout import ParamSpec, layout
 from tests.support.golden import MODES
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.real
+
 BATCH, PROMPT = 2, 6
 
 

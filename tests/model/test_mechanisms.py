@@ -30,6 +30,8 @@ from deepinfer_jax.tokenization import engram_multipliers, engram_primes
 from deepinfer_jax.tokenization.engram_hash import DEAD, ngram_rows, ngram_windows
 from deepinfer_jax.weights.params import Engram, Experts, HyperConnection, Indexer, MoE
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 Array = npt.NDArray[Any]
 
 

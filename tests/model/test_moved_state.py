@@ -14,6 +14,8 @@ from tests.support.small_model import small_config, small_params
 from tests.support.stepping import Stepping
 from tests.support.toy import make_table
 
+pytestmark = pytest.mark.real
+
 SHAPE = CacheShape(data=1, slots=3, blocks=20, tokens_per_block=8)
 OWN, OTHER = [3, 14, 15, 9, 2, 6, 5, 0], [1, 4, 7, 10, 11, 12, 13, 8]
 REFERENCE = pytest.param("reference", True, marks=pytest.mark.slow)

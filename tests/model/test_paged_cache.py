@@ -24,6 +24,8 @@ from deepinfer_jax.model.probe import Probe
 from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 TOKENS_PER_BLOCK, WIDTH, SLOTS, BLOCKS = 4, 12, 3, 30
 PREFILL = 16  # tokens of the one prefill shape; decode steps have one
 Steps = list[tuple[int, ...]]

@@ -18,6 +18,8 @@ from deepinfer_jax.runtime.paged_model import Drafted, PagedModel, StepModel
 from tests.support.golden import LOGIT_TOLERANCE, STREAM_TOLERANCE, Case, model, worst
 from tests.support.stepping import Stepping
 
+pytestmark = pytest.mark.real
+
 SLOT, CHUNK = 3, 16
 BLOCKS = [7, 2, 9, 4, 11]  # of 16 tokens, in any order
 

@@ -21,6 +21,8 @@ from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.scheduler import Bucket
 from tests.support.small_model import small_config, small_params
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
 

@@ -13,6 +13,8 @@ from tests.support.golden import Array, Case, worst
 from tests.support.replay import replay
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 EXACT = "float32_exact"
 TOKENS = np.random.default_rng(0).integers(3, 180, (2, 12))
 

@@ -12,6 +12,8 @@ from deepinfer_jax.weights.sharding import ShardingRules, auto_mesh, param_shard
 from tests.support.children import run_child
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "experts"), [("1x8", 1), ("2x4", 2)])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.runtime.allocation import allocate, verification_rates
 from deepinfer_jax.scheduler import confidences
 
+pytestmark = pytest.mark.toy
+
 ROWS, DRAFTS = 5, 3
 allocate_jit, rates_jit = jax.jit(allocate), jax.jit(verification_rates, static_argnums=1)
 

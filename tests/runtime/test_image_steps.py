@@ -17,6 +17,8 @@ from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.real
+
 IMAGES, TEXT = GOLDEN = [dict(np.load(GOLDEN_A / f"{case}.f32nq.npz")) for case in ("img", "long")]
 VOCAB, TOKENS_PER_BLOCK, DECODED = 192, 16, 6
 ROWS, WIDTH = 2, 5

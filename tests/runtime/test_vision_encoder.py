@@ -14,6 +14,8 @@ from deepinfer_jax.runtime.vision_encoder import VisionEncoder, bucket_features,
 from deepinfer_jax.tokenization import ImageProcessor
 from tests.support.paths import GOLDEN_A, RELEASED_CONFIG
 
+pytestmark = pytest.mark.real
+
 RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text())).vision
 CONFIG = load_config(GOLDEN_A)
 

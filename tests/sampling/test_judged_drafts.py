@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.sampling import DraftRows, SamplingRows
 from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
+pytestmark = pytest.mark.toy
+
 DRAWS, VOCAB = 50_000, 12
 
 

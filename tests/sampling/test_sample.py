@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, SamplingRows, random_words
 from tests.support.sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
+pytestmark = pytest.mark.toy
+
 
 @settings(max_examples=150)
 @given(

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import Allocation, BlockManager
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_free_list_is_first_in_first_out_and_a_table_is_freed_from_its_end() -> None:
     pool = BlockManager(5)

@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.scheduler_twin import Twin, endless, make_scheduler, prefilled
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("num_launches", range(7))
 @pytest.mark.parametrize("depth", [1, 2])

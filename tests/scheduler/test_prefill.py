@@ -1,8 +1,12 @@
 """Corners of the choice of chunks that traffic reaches rarely."""
 
+import pytest
+
 from deepinfer_jax.scheduler.prefill import PrefillPolicy, Room
 from deepinfer_jax.scheduler.prefix_cache import NO_HIT
 from tests.support.scheduler_twin import make_sequence
+
+pytestmark = pytest.mark.pure
 
 
 def test_a_whole_prompt_beyond_the_budget_leaves_nothing_for_a_recomputation_behind_it() -> None:

@@ -6,6 +6,8 @@ import pytest
 from deepinfer_jax.scheduler import Bucket, BucketTable, ImageContent, Sequence, SequenceStatus, StepPlan
 from tests.support.scheduler_twin import EOS, Twin, endless, make_scheduler, prefilled
 
+pytestmark = pytest.mark.pure
+
 SNAPSHOT = 100  # bytes of the twin's states
 ONE_STEP = BucketTable(decode=(Bucket(4, 1, 8),), prefill=(Bucket(4, 32, 8),))
 

@@ -15,6 +15,8 @@ from tests.support.scheduler_twin import (
     prefilled,
 )
 
+pytestmark = pytest.mark.pure
+
 # Prefill and decode
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("curve", "rates", "how", "budget"),

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.scheduler import Bucket, BucketTable, PrefillStep, Sequence, StepPlan, blocks_for
 from tests.support.scheduler_twin import Twin, endless, make_scheduler, make_sequence
 
+pytestmark = pytest.mark.pure
+
 # (plans since the last arrival, prompt length, max_tokens)
 ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24), st.integers(1, 8)), min_size=1, max_size=30)
 

@@ -14,6 +14,8 @@ from deepinfer_jax.structured import GrammarError, so_args_of, structured_args
 from deepinfer_jax.structured.schema import ENFORCED, UNENFORCED, checked_schema
 from tests.support.walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
+pytestmark = pytest.mark.pure
+
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 CORPUS: dict[str, list[Any]] = {
     "type": [{"type": ["integer", "null"]}, {"type": "boolean"}, {"type": "array"}, {"type": "object"}, {}, True],

@@ -10,6 +10,8 @@ from deepinfer_jax.tokenization import get_hf_tokenizer
 from tests.support.paths import DEEPSEEK_TOKENIZER
 from tests.support.walks import tokenizer
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(scope="module")
 def real():

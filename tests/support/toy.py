@@ -244,7 +244,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
     )
     temperatures = confidence_temperatures(limits.num_drafts)
-    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=3)
+    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=2)
     blocks = pool_blocks(limits, args.num_kv_blocks)
     shape = CacheShape(
         limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block, limits.num_drafts

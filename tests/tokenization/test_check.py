@@ -10,6 +10,8 @@ import pytest
 from deepinfer_jax.cli.check import check_model, run_check
 from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
+pytestmark = pytest.mark.pure
+
 LOADS = "config.json describes a model that this engine runs"
 IMAGE_ID = "image_token_id is the id of <image> or <｜deepseek_image｜>"
 IMAGE_NAME = "<image> or <｜deepseek_image｜> has image_token_id"

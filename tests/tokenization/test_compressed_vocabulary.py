@@ -18,6 +18,8 @@ from deepinfer_jax.tokenization import (
 )
 from tests.support.paths import GOLDEN
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(scope="module")
 def real(real_dir):

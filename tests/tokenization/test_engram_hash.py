@@ -19,6 +19,8 @@ from deepinfer_jax.tokenization import (
 )
 from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
+pytestmark = pytest.mark.pure
+
 FOLDERS = ("A_s28", "B_s15")
 # case.mode.npz; the stale files (case.mode.stale.npz) record no rows.
 CASES = [path for folder in FOLDERS for path in sorted((GOLDEN / folder).glob("*.npz")) if path.name.count(".") == 2]

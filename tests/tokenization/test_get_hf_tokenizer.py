@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from deepinfer_jax.tokenization import SPAN_TOKENS, get_hf_tokenizer
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.pure
+
 BOS = "<｜begin▁of▁sentence｜>"
 SPAN_NAME = re.compile(r"<\|place_holder_mm_span_00([01][0-9]|20)\|>")
 

@@ -9,6 +9,8 @@ from deepinfer_jax.tokenization import ImageError, ImageProcessor, TokenType
 from tests.support.image_rules import rules
 from tests.support.paths import GOLDEN
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_golden_plan():
     processor = ImageProcessor(rules())

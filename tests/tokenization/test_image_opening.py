@@ -13,6 +13,8 @@ from PIL import Image
 
 from deepinfer_jax.tokenization import ImageError, open_image
 
+pytestmark = pytest.mark.pure
+
 RGB = np.random.default_rng(0).integers(0, 256, (13, 17, 3), np.uint8)
 LOSSLESS = {"PNG": {}, "WEBP": {"lossless": True}, "BMP": {}, "TIFF": {}}
 

@@ -12,6 +12,8 @@ from deepinfer_jax.tokenization import ImageProcessor
 from tests.support.image_rules import rules
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.pure
+
 
 def picture(width, height, seed=0):
     """Random pixels, uint8 [height, width, 3]."""

@@ -7,6 +7,8 @@ import pytest
 
 from deepinfer_jax.tokenization import ImageTokenOffset, TokenType, find_image_placeholder
 
+pytestmark = pytest.mark.pure
+
 
 def test_wire_values():
     # DB §4.1.

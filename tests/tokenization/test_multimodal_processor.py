@@ -24,6 +24,8 @@ from deepinfer_jax.tokenization import (
 from tests.support.image_rules import rules
 from tests.support.paths import GOLDEN_A
 
+pytestmark = pytest.mark.pure
+
 VOCAB, PLACEHOLDER = 100, 90
 # One patch is one cell here; by size: tokens.
 TOKENS = {(4, 4): 4, (8, 4): 5, (4, 8): 6, (8, 12): 11}

@@ -13,6 +13,8 @@ from deepinfer_jax.tokenization import (
     release_rules,
 )
 
+pytestmark = pytest.mark.pure
+
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SPANS = [f"<|place_holder_mm_span_{i:04d}|>" for i in range(21)]
 
