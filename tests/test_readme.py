@@ -16,8 +16,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+NAMES = ["generate", "images", "structured", "engine", "async", "hand-over", "forward", "sampler"]
+SLOW = ["structured", "forward"]  # compile programs that no other example has
+
+
 @pytest.mark.parametrize(
-    "code", BLOCKS, ids=["generate", "images", "structured", "engine", "async", "hand-over", "forward", "sampler"]
+    "code",
+    [
+        pytest.param(code, id=name, marks=pytest.mark.slow if name in SLOW else [])
+        for name, code in zip(NAMES, BLOCKS, strict=True)
+    ],
 )
 def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

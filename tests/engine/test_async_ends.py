@@ -207,6 +207,7 @@ def test_an_engine_that_is_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_though_nobody_closed_the_engine() -> None:
     code = (
         "import asyncio\n"

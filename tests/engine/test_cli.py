@@ -62,6 +62,7 @@ def test_json_is_one_object_per_prompt() -> None:
     assert (first["finish_reason"], len(first["token_logprobs"])) == ("length", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_calibrate_prints_temperatures_that_the_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompts.txt"
@@ -302,6 +303,7 @@ def test_the_embedded_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: 
     assert list(user_cache_dir().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_installed_command_generates_with_the_embedded_model() -> None:
     command = [str(Path(sys.executable).parent / "deepinfer-jax"), "generate", "--json", "--max-tokens", "5"]
     done = subprocess.run(

@@ -97,6 +97,7 @@ def test_a_spoiled_expert_is_found_at_the_first_token_that_it_serves(params: Par
     assert fault(broken) == f"layers.5.moe.output at position {first} is not finite"
 
 
+@pytest.mark.slow
 def test_images_are_encoded_again_and_their_first_bad_row_is_found(
     params: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import Sequence, SequenceStatus
 from tests.support.drafting import draft_twin, drafts
 from tests.support.engine_runs import while_unfinished
+from tests.support.marks import slow
 from tests.support.toy import (
     DRAFT_BLOCK,
     MAX_POSITIONS,
@@ -43,13 +44,9 @@ PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
 EXPECTED = [draft_twin(TABLE, prompt, params(i), NUM_DRAFTS, MAX_POSITIONS).tokens for i, prompt in enumerate(PROMPTS)]
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 def drafting_engine(**options: Any) -> LLMEngine:
     with drafts(NUM_DRAFTS):
-        return toy_engine(model=STRICT, **{"stop_preempted_request": False} | options)
+        return toy_engine(model=STRICT, **{"stop_preempted_request": False, "num_kv_blocks": 200} | options)
 
 
 def answers(engine: LLMEngine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -91,7 +88,7 @@ def test_preemption_changes_no_token(overlap: bool, reuse: bool) -> None:
 
 def test_a_hit_in_the_cache_changes_no_token() -> None:
     """The second time from the cache; then texts that go on behind what was generated."""
-    engine = drafting_engine(num_kv_blocks=200)  # nothing is forgotten
+    engine = drafting_engine()  # of 200 blocks: nothing is forgotten
     assert answers(engine) == EXPECTED
     cached = engine.stats()["num_cached_tokens"]
     assert answers(engine) == EXPECTED
@@ -133,7 +130,7 @@ def test_an_engine_that_lost_a_step_gives_the_same_tokens_again() -> None:
     assert answers(engine) == EXPECTED
 
 
-@pytest.mark.parametrize("num_drafts", [1, slow(2), slow(4), DRAFT_BLOCK])
+@pytest.mark.parametrize("num_drafts", [slow(1), slow(2), slow(4), slow(DRAFT_BLOCK)])
 def test_greedy_tokens_are_those_without_drafts_for_any_number_of_them(num_drafts: int) -> None:
     with drafts(num_drafts):
         engine = toy_engine(model=STRICT, num_kv_blocks=14, stop_preempted_request=False)

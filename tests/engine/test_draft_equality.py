@@ -105,6 +105,7 @@ def test_batch_invariance_makes_greedy_tokens_exact_in_the_released_precision(
     assert stats["num_preemptions"] > 0 and stats["mean_accepted_length"] > 1.3 and stats["num_wasted_rows"] > 100
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_generated_tokens_are_those_of_scoring_the_text(drafting: LLM) -> None:
     """Rows of drafts against chunks of a prompt. Two cuts of one text differ by 5.5e-6 in logits (golden README)."""
     prompts, params = requests(LENGTHS[:6], greedy=False)

@@ -60,6 +60,7 @@ def verified(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
     return [(output.draft_tok, output.accept_tok) for output in outputs if output.draft_tok]
 
 
+@pytest.mark.slow
 def test_unless_asked_otherwise_an_engine_drafts_a_block_and_never_another_number_than_the_model_can() -> None:
     with drafts(None):
         assert toy_engine().limits.num_drafts == DRAFT_BLOCK

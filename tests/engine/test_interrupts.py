@@ -11,6 +11,7 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.engine_runs import while_unfinished
 from tests.support.interrupts import Interrupt
+from tests.support.marks import slow
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 
 pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
@@ -48,8 +49,10 @@ def crowded(interrupt: Interrupt, **kwargs: Any) -> tuple[LLMEngine, Counter[str
     return engine, ends
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("stop_preempted_request", [True, False])
+@pytest.mark.parametrize(
+    ("stop_preempted_request", "overlap"),
+    [(True, True), (False, False), slow(True, False), slow(False, True)],
+)
 def test_an_interrupt_at_any_line_ends_what_ran_once_and_the_engine_goes_on(
     stop_preempted_request: bool, overlap: bool
 ) -> None:

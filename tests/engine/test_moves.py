@@ -154,6 +154,7 @@ def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:
     assert donated.alias_size_in_bytes == kept.nbytes  # in place
 
 
+@pytest.mark.slow
 def test_each_data_index_moves_its_own_pools() -> None:
     found = run_child("two_devices_moves")
     assert found["moved"] == found["stayed"]

@@ -83,6 +83,7 @@ def test_a_prompt_that_was_computed_whole_computes_at_least_one_token(
         assert ask(llm, [TEXT[:length]], params) == (expected, [cached])
 
 
+@pytest.mark.slow
 def test_a_hit_gives_the_tokens_of_forward_alone(folder: Path, llm: LLM) -> None:
     ask(llm, [TEXT], SAMPLED)
     prompt = parted(300)

@@ -17,6 +17,7 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.sampling import plain_rows, sample
 from tests.support.drafting import drafts
 from tests.support.engine_runs import while_unfinished
+from tests.support.marks import slow
 from tests.support.toy import (
     EOS,
     VOCAB,
@@ -105,6 +106,7 @@ def test_requests_with_any_rules_have_the_tokens_of_the_twin(overlap: bool) -> N
     assert engine.compile_count == compiled
 
 
+@pytest.mark.slow
 def test_greedy_requests_with_any_rules_have_the_same_tokens_and_log_probabilities_with_drafts() -> None:
     """Also of a preempted one, in the middle of a block, and where a stop cuts what was accepted."""
     rng = np.random.default_rng(4)
@@ -167,7 +169,7 @@ def test_a_stop_id_ends_a_request_also_when_eos_is_ignored() -> None:
     assert answer_ids(outputs) == tokens(outputs)[:-1]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("num_drafts", [0, slow(4)])
 def test_a_stop_text_ends_a_request_and_its_text_but_not_its_ids(num_drafts: int) -> None:
     prompt = random_prompt(5)
     free = greedy_twin(TABLE, prompt, 8)

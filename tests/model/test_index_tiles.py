@@ -79,6 +79,7 @@ def test_gradients_pass_by_the_picks_of_tiles() -> None:
     assert np.array_equal(jax.grad(loss)(x), np.where(x >= second, 2 * x, 0))
 
 
+@pytest.mark.slow
 def test_temporaries_of_a_long_context_are_less_than_the_scores_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     context, time = 1 << 16, 64
     monkeypatch.setattr(indexer, "PRODUCT_BYTES", 1 << 16)

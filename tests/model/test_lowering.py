@@ -12,6 +12,7 @@ from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import Leaf, build_leaf, leaf_form
 from deepinfer_jax.weights.layout import ParamSpec, layout
 from tests.support.golden import MODES
+from tests.support.marks import slow
 from tests.support.paths import GOLDEN_A
 
 pytestmark = pytest.mark.real
@@ -59,7 +60,11 @@ def generate(params: Params, tokens: jax.Array, lengths: jax.Array, roles: jax.A
 @pytest.mark.parametrize(
     ("precision", "stored_for"),
     # The float32 precisions hold float32 on every platform.
-    [*((precision, "cpu") for precision in MODES), ("reference", "gpu"), ("bf16", "gpu")],
+    [
+        *((precision, "cpu") if precision == "reference" else slow(precision, "cpu") for precision in MODES),
+        ("reference", "gpu"),
+        slow("bf16", "gpu"),
+    ],
 )
 def test_prefill_decode_and_draft_lower_for_cuda_and_tpu(precision: str, stored_for: str) -> None:
     """With parameters as on a CPU (decoded once) and as on an accelerator (in storage format)."""

@@ -25,10 +25,10 @@ KERNELS = {
 }
 CASES = [
     ("xla", "float32_exact", 3),
-    ("triton", "float32_exact", 3),
     *(
         pytest.param(kernels, precision, rollback, marks=pytest.mark.slow)
         for kernels, precision, rollback in (
+            ("triton", "float32_exact", 3),
             ("xla", "float32_exact", 0),
             ("invariant", "float32_exact", 0),
             ("xla", "float32", 3),

@@ -149,6 +149,7 @@ def near(found: Any, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_images_in_chunks_beside_text_give_the_golden_logits_and_so_do_decode_steps(chunk: int) -> None:
     """The spans stand at 5…12 and 22…25, so that chunks of 1 and 5 cut both; text runs beside them as one chunk."""

@@ -48,6 +48,7 @@ def params() -> object:
     return init_params(TINY_CONFIG, jax.random.key(0), precision="float32")
 
 
+@pytest.mark.slow
 def test_generation_is_greedy_decoding_of_forward(params: object) -> None:
     prompts = np.random.default_rng(0).integers(3, 250, (2, 5))
     found = generate_tokens(

@@ -236,15 +236,18 @@ def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, c
 _sample = jax.jit(sample)
 
 
-def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> EngineParts:
-    """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
+def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY, max_programs: int = 2) -> EngineParts:
+    """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt.
+
+    Of three programs two are for decode steps, of up to half as many rows and of all.
+    """
     limits = args.limits(
         MAX_POSITIONS,
         num_drafts=num_drafts(DRAFT_BLOCK, args.engine_type),
         zero_overhead_scheduling=zero_overhead_scheduling(args.engine_type),
     )
     temperatures = confidence_temperatures(limits.num_drafts)
-    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=2)
+    buckets = step_buckets(limits, most_prefill_tokens=4 * chunk, max_programs=max_programs)
     blocks = pool_blocks(limits, args.num_kv_blocks)
     shape = CacheShape(
         limits.data_parallel_size, limits.seqs_per_index, blocks, limits.tokens_per_block, limits.num_drafts
@@ -277,16 +280,21 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
     )
 
 
-def use_toy(*, chunk: int = 8, model: StepModel = TOY) -> AbstractContextManager[Any]:
+def use_toy(**options: Any) -> AbstractContextManager[Any]:
     """While it lasts, every engine that is made runs the toy model."""
-    return mock.patch("deepinfer_jax.engine.llm_engine.load_parts", partial(toy_parts, chunk=chunk, model=model))
+    return mock.patch("deepinfer_jax.engine.llm_engine.load_parts", partial(toy_parts, **options))
 
 
-def toy_engine(*, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, **kwargs: Any) -> LLMEngine:
+def toy_engine(
+    *, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, max_programs: int = 2, **kwargs: Any
+) -> LLMEngine:
     """An engine with a toy model, small blocks and, unless `overlap`, no zero-overhead scheduling."""
     variable = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
     defaults = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
-    with mock.patch.dict(os.environ, {} if overlap else {variable: "0"}), use_toy(chunk=chunk, model=model):
+    with (
+        mock.patch.dict(os.environ, {} if overlap else {variable: "0"}),
+        use_toy(chunk=chunk, model=model, max_programs=max_programs),
+    ):
         rearm(variable)
         engine = LLMEngine(EngineArgs(**(defaults | kwargs)))
     rearm(variable)
