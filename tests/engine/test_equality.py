@@ -9,7 +9,8 @@ import pytest
 from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.kernels.choice import KernelChoice
-from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
+from tests.support.real_model import MAX_POSITIONS, generate, long_golden_a, requests, what_forward_says
+from tests.support.small_model import write_small_model
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"
@@ -22,7 +23,7 @@ LONG_LENGTHS = [1, 2, 3, 16, 17, 127, 128, 129, 255, 257, 300, 40]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,10 @@ VARIANTS = {
 @pytest.mark.slow
 class TestEveryWayToRun:
     """Golden A beyond its 128 positions; each variant compiles programs of its own."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return long_golden_a(tmp_path_factory.mktemp("models") / "a")
 
     @pytest.fixture(scope="class")
     def expected(self, folder: Path) -> dict[bool, list[list[int]]]:

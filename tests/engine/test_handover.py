@@ -24,7 +24,8 @@ from deepinfer_jax.engine.handover.sequence_state import StateIdentity
 from deepinfer_jax.tokenization import ImagePrompt, MultimodalProcessor, get_hf_tokenizer
 from tests.support.engine_runs import drain, is_idle
 from tests.support.paths import GOLDEN_A
-from tests.support.real_model import long_golden_a
+from tests.support.real_model import MAX_POSITIONS, long_golden_a
+from tests.support.small_model import write_small_model
 
 SIZES = {
     "precision": "float32_exact",
@@ -44,7 +45,7 @@ both = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 def small_image_prompt() -> ImagePrompt:

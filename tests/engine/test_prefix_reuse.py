@@ -9,7 +9,8 @@ import pytest
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.engine.environ import env
-from tests.support.real_model import generate, long_golden_a, tokens_of, what_forward_says
+from tests.support.real_model import MAX_POSITIONS, generate, tokens_of, what_forward_says
+from tests.support.small_model import write_small_model
 
 PRECISION = "float32_exact"
 SIZES = {"precision": PRECISION, "max_num_seqs": 4, "max_model_len": 640, "decode_sequence": False}
@@ -27,7 +28,7 @@ both = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 @pytest.fixture(scope="module")

@@ -160,6 +160,7 @@ def test_batch_invariance_changes_results_by_rounding_only() -> None:
         assert np.abs(outputs[name] - wanted).max() < 2e-5 * np.abs(wanted).max(), name
 
 
+@pytest.mark.slow
 def test_drafts_have_the_same_bits_in_any_batch() -> None:
     config, params = weights("small", "reference")
     found = []

@@ -22,6 +22,7 @@ from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE,
 from deepinfer_jax.model.forward import hidden_states
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
+from tests.support.marks import slow
 from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
 
@@ -234,7 +235,7 @@ def test_what_is_approximate_differs_and_what_is_not_does_not() -> None:
         assert same_bits(ours[last], wanted[last]) == (length <= KEEP), length
 
 
-@pytest.mark.parametrize("mode", [pytest.param("mask", marks=pytest.mark.slow), "compact"])
+@pytest.mark.parametrize("mode", [slow("mask"), slow("compact")])
 def test_a_prompt_that_is_kept_whole_is_exact(mode: Mode) -> None:
     exact, replayed = run(None), run(mode, keep=max(LENGTHS))
     for ours, wanted in zip(replayed.hidden, exact.hidden, strict=True):

@@ -15,9 +15,9 @@ CASES = EXACT + ROUNDED
 
 
 def parametrize(cases: list[Case]) -> pytest.MarkDecorator:
-    slow = [pytest.mark.slow]  # B's programs in a second precision; A's at a second length
+    slow = [pytest.mark.slow]  # B's programs in a second precision; A's at a second length and with images
     return pytest.mark.parametrize(
-        "case", [pytest.param(c, marks=slow if c in (EXACT[1], ROUNDED[1]) else [], id=str(c)) for c in cases]
+        "case", [pytest.param(c, marks=slow if c in (EXACT[1], EXACT[3], ROUNDED[1]) else [], id=str(c)) for c in cases]
     )
 
 
