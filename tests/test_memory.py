@@ -50,7 +50,7 @@ def test_released_weights_on_one_device_are_the_published_parts() -> None:
     }
 
 
-def test_released_weights_on_2_x_4_devices() -> None:
+def test_released_weights_on_2_x_4_devices_have_known_sizes() -> None:
     found = weight_bytes(RELEASED, "reference", "gpu", 2, 4)
     # Embedding and head lie over all eight; every other text weight is on each device.
     vocabulary = 2 * 129_280 * 5120 * 2

@@ -27,7 +27,7 @@ SLOW = ["structured", "forward"]  # compile programs that no other example has
         for name, code in zip(NAMES, BLOCKS, strict=True)
     ],
 )
-def test_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_the_readme_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     registry, ports = CollectorRegistry(), list[int]()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)

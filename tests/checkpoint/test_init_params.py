@@ -34,7 +34,7 @@ def shapes(params: Params) -> Params:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("precision", ["reference", "float32"])
 @pytest.mark.parametrize("folder", ["A_s28", "B_s15"])
-def test_its_tree_is_that_of_load_params(
+def test_the_tree_is_that_of_load_params(
     folder: str, precision: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (hf, init):

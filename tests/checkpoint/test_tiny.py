@@ -50,7 +50,7 @@ def test_default_is_tiny_in_the_released_layout(tiny: Path) -> None:
     assert declared == {entry.name: (entry.dtype, entry.shape) for entry in entries}
 
 
-def test_its_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
+def test_the_tiny_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
     config = load_config(tiny)
     assert config.tokenizer_compatibility == "native"
     assert len(CompressedVocabulary(tiny / "tokenizer.json")) == config.text.engram_compressed_vocab_size
@@ -68,7 +68,7 @@ def test_its_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["The other world", "x = f(1)\n\n\tpass", "你好，世界 é ﬁ 🙂", "  two  blanks ", ""])
-def test_its_tokenizer_encodes_any_text_reversibly(tiny: Path, text: str) -> None:
+def test_the_tiny_tokenizer_encodes_any_text_reversibly(tiny: Path, text: str) -> None:
     tokenizer = get_hf_tokenizer(tiny)
     ids = tokenizer.encode(text)
     assert ids[0] == 0 and max(ids) < 510

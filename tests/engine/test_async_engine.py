@@ -182,7 +182,7 @@ def test_a_request_may_be_handed_to_another_task() -> None:
     run_on(toy_engine(), use)
 
 
-def test_one_reader_at_a_time() -> None:
+def test_a_request_has_one_reader_at_a_time() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         gate = Gate(engine.llm_engine)
         outputs = engine.generate([5, 6], greedy(3), "r")

@@ -26,7 +26,7 @@ def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
-def test_so_does_every_request_with_drafts(case: str) -> None:
+def test_every_request_with_drafts_gets_the_tokens_that_it_has_alone(case: str) -> None:
     table, found = make_table(), served(num_drafts=2)[case]["tokens"]
     for i in range(16):
         prompt, params = random_prompt(1 + 5 * i % 31, seed=i), SamplingParams(seq_seed=i, temperature=0.9 * (i % 2))

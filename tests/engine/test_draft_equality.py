@@ -66,7 +66,9 @@ def test_sampled_tokens_are_the_same_one_by_one(drafting: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("greedy", [True, False])
-def test_also_where_drafts_are_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool) -> None:
+def test_tokens_are_the_same_where_drafts_are_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool
+) -> None:
     """Greedy for every number of drafts; sampled with one number in any company."""
     monkeypatch.setattr("deepinfer_jax.engine.loading.load_params", agreeing_load)
     prompts, params = requests(LENGTHS, greedy=greedy)

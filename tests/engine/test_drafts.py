@@ -61,7 +61,7 @@ def verified(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_unless_asked_otherwise_an_engine_drafts_a_block_and_never_another_number_than_the_model_can() -> None:
+def test_an_engine_drafts_a_block_unless_asked_for_less() -> None:
     with drafts(None):
         assert toy_engine().limits.num_drafts == DRAFT_BLOCK
         assert [num_drafts(block, EngineType.NORMAL) for block in (0, 3, 5, 8)] == [0, 3, 5, 5]

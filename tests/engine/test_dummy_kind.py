@@ -38,7 +38,7 @@ def ask(llm_engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 8) ->
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_prefix_hit_restores_it(overlap: bool) -> None:
+def test_a_prefix_hit_restores_the_dummy_kind(overlap: bool) -> None:
     one = engine(overlap=overlap)
     assert ask(one, [TEXT]) == [0]
     others = [TEXT[:shared] + random_prompt(5, seed=shared) for shared in (3, 4, 11, 12, 27)]
@@ -48,7 +48,7 @@ def test_a_prefix_hit_restores_it(overlap: bool) -> None:
     assert cached == (len(TEXT) + len(answer) - 1) // BLOCK * BLOCK
 
 
-def test_a_preempted_request_finds_it_again() -> None:
+def test_a_preempted_request_finds_the_dummy_kind_again() -> None:
     one = engine()
     ask(one, [random_prompt(10, seed=i) for i in range(6)], max_tokens=20)
     stats = one.stats()
@@ -56,7 +56,7 @@ def test_a_preempted_request_finds_it_again() -> None:
 
 
 @pytest.mark.parametrize("through_a_file", [False, True], ids=["memory", "file"])
-def test_hand_over_takes_it_along(tmp_path: Path, through_a_file: bool) -> None:
+def test_hand_over_takes_the_dummy_kind_along(tmp_path: Path, through_a_file: bool) -> None:
     prompts = [random_prompt(length, seed=length) for length in (1, 3, 4, 5, 17, 31)]
     prompt_engine = engine(engine_type=EngineType.PROMPT)
     completion_engine = engine(engine_type=EngineType.COMPLETION)

@@ -35,7 +35,7 @@ def small_engine(folder: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_the_engine_gives_the_tokens_of_forward_alone_crowded_preempted_or_one_by_one(
+def test_the_engine_gives_the_tokens_of_forward_crowded_or_one_by_one(
     folder: Path, small_engine: LLM, greedy: bool
 ) -> None:
     prompts, params = requests(LENGTHS, greedy=greedy)
@@ -107,7 +107,9 @@ class TestEveryWayToRun:
         return found
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_gives_the_same_tokens(self, folder: Path, expected: dict[bool, list[list[int]]], variant: str) -> None:
+    def test_every_variant_gives_the_same_tokens(
+        self, folder: Path, expected: dict[bool, list[list[int]]], variant: str
+    ) -> None:
         llm = LLM(
             folder,
             precision=PRECISION,

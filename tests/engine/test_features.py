@@ -20,7 +20,7 @@ steps = st.lists(st.lists(st.sampled_from(sorted(SIZES)), unique=True), max_size
 
 
 @given(steps, st.integers(6, 24))
-def test_rows_are_those_of_a_twin_that_keeps_pictures_in_order_of_use(steps: list[list[bytes]], num_rows: int) -> None:
+def test_rows_are_those_of_a_twin_that_keeps_images_in_order_of_use(steps: list[list[bytes]], num_rows: int) -> None:
     """The twin knows no rows: it keeps a list of images, and drops from its front what the step does not want."""
     rows, twin, written = FeatureRows(num_rows), list[bytes](), np.full(num_rows, -1)
     encoded = reused = 0

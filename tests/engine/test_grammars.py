@@ -194,7 +194,7 @@ class Held:
         monkeypatch.setattr(pool, "compile_grammar", compile_grammar)
 
 
-def test_an_idle_engine_waits_for_a_grammar_without_spinning_and_runs_others_meanwhile(monkeypatch) -> None:
+def test_an_idle_engine_waits_for_a_grammar_without_spinning(monkeypatch) -> None:
     held = Held(monkeypatch)
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))

@@ -228,14 +228,14 @@ class TestRefusals:
         engines[1].export_sequence("a").save(path)
         return path
 
-    def test_a_file_cut_anywhere(self, file: Path) -> None:
+    def test_a_file_cut_anywhere_is_refused(self, file: Path) -> None:
         contents = file.read_bytes()
         for length in [0, 1, 7, 8, 9, 100, len(contents) // 2, len(contents) - 1]:
             file.write_bytes(contents[:length])
             with pytest.raises(ValueError, match=r"a\.safetensors: not a complete file"):
                 SequenceState.load(file)
 
-    def test_a_file_with_any_byte_changed(self, file: Path) -> None:
+    def test_a_file_with_any_byte_changed_is_refused(self, file: Path) -> None:
         contents = file.read_bytes()
         header = 8 + int.from_bytes(contents[:8], "little")
         with safe_open(file, "numpy") as reader:
@@ -248,7 +248,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"a\.safetensors: (the file is damaged|not a complete file)"):
                 SequenceState.load(file)
 
-    def test_another_kind_of_file(self, tmp_path: Path) -> None:
+    def test_another_kind_of_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             SequenceState.load(tmp_path / "missing")
         (tmp_path / "text").write_text("This is no such file. " * 20)
@@ -258,7 +258,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"weights\.safetensors: a safetensors file, but not of a sequence"):
             SequenceState.load(tmp_path / "weights.safetensors")
 
-    def test_another_version(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_version_of_the_format_is_refused(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("deepinfer_jax.engine.handover.sequence_state.FORMAT_VERSION", 3)
         with pytest.raises(ValueError, match="written in version 2 of the format, this engine reads 3"):
             SequenceState.load(file)
@@ -271,11 +271,13 @@ class TestRefusals:
             ({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32"),
         ],
     )
-    def test_another_engine(self, file: Path, folder: Path, options: dict[str, Any], reason: str) -> None:
+    def test_a_state_of_another_engine_is_refused(
+        self, file: Path, folder: Path, options: dict[str, Any], reason: str
+    ) -> None:
         self._refused(engine(folder, EngineType.COMPLETION, **options), file, reason)
 
     @pytest.mark.slow
-    def test_another_cache_format(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_state_in_another_cache_format_is_refused(self, folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         packed = engine(folder, EngineType.PROMPT, precision="float32")
         packed.add_request("user", "a", GREEDY, TEXT[:40])
@@ -286,7 +288,9 @@ class TestRefusals:
         self._refused(unpacked, path, "another layout of the cache: it holds entries.0.codes")
 
     @pytest.mark.slow
-    def test_other_weights_and_another_configuration(self, file: Path, folder: Path, tmp_path: Path) -> None:
+    def test_a_state_of_other_weights_or_another_configuration_is_refused(
+        self, file: Path, folder: Path, tmp_path: Path
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
         make_tiny(tmp_path / "weights", folder / "config.json", seed=1)
         self._refused(engine(tmp_path / "weights", EngineType.COMPLETION), file, "other weights")
@@ -308,7 +312,7 @@ class TestRefusals:
         ],
         ids=["prompt", "num_tokens", "blocks", "slot", "output", "max_tokens", "images"],
     )
-    def test_a_state_that_cannot_go_on_and_those_that_run_do(
+    def test_a_state_that_cannot_go_on_is_refused_and_those_that_run_go_on(
         self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], file: Path, changed: dict[str, Any], reason: str
     ) -> None:
         state, completion_engine = SequenceState.load(file), engines[2]
@@ -319,7 +323,7 @@ class TestRefusals:
         assert drain(completion_engine)["runs"][-1].finish_reason == "length"
 
     @pytest.mark.slow
-    def test_a_prompt_that_fills_the_importing_engine(self, folder: Path, file: Path) -> None:
+    def test_a_prompt_that_fills_the_importing_engine_is_refused(self, folder: Path, file: Path) -> None:
         for max_model_len in (39, 40):
             shorter = engine(folder, EngineType.COMPLETION, max_model_len=max_model_len)
             self._refused(shorter, file, f"nothing is left to generate: .* max_model_len {max_model_len}")

@@ -88,7 +88,7 @@ def idle(workers: ImageWorkers) -> bool:
     return (workers.held_bytes, len(workers._queue), len(workers._begun), len(workers._held)) == (0, 0, 0, 0)
 
 
-def test_pictures_are_opened_in_order_in_as_many_threads_as_there_are(opener: Opener) -> None:
+def test_images_are_opened_in_order_in_as_many_threads_as_there_are(opener: Opener) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("images-")]
     workers = opener.workers(num_threads=2)
     a, b, c, d = (submit(workers, name) for name in "abcd")

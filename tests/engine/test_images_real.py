@@ -99,7 +99,7 @@ def spelled(how: str) -> list[int]:
     return ids + PROMPT[at:]
 
 
-def test_the_golden_prompt_in_every_spelling_beside_text(llm: LLM) -> None:
+def test_every_spelling_of_the_golden_prompt_gives_the_golden_tokens(llm: LLM) -> None:
     compiled = llm.llm_engine.compile_count
     alone = ask(llm, (TEXT, None), params=ALONG)[0]
     kinds = [IMAGES, [Image.fromarray(image) for image in IMAGES], [png(image) for image in IMAGES]]

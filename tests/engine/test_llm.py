@@ -25,7 +25,7 @@ def make_llm(**kwargs: Any) -> LLM:
     return LLM("toy", **({"max_num_seqs": 4} | kwargs))
 
 
-def test_text_in_text_out_in_the_order_of_the_prompts() -> None:
+def test_texts_come_out_in_the_order_of_the_prompts() -> None:
     prompts = ["AB", "CDEFGHIJKLM", "NO"] * 4  # ids 10 and 9 would swap in alphabetic order
     texts = make_llm().generate(prompts, GREEDY, use_tqdm=False)
     assert texts == [letters(greedy_twin(TABLE, [ord(c) - 48 for c in p], 5)) for p in prompts]

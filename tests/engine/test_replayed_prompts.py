@@ -46,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_both_modes_give_the_same_tokens_crowded_and_preempted_and_others_than_the_exact_model(
-    folder: Path, replaying: Replaying
-) -> None:
+def test_both_modes_give_the_same_tokens_crowded_and_preempted(folder: Path, replaying: Replaying) -> None:
     """A preempted sequence counts its kept tokens from its new end, in both modes alike."""
     found = {}
     for mode in ("off", "mask", "compact"):

@@ -153,7 +153,7 @@ class ReuseTraffic(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("stop_preempted_request", [False, True])
-def test_a_request_has_its_own_tokens_whatever_was_restored_evicted_preempted_aborted_or_lost(
+def test_a_request_has_its_own_tokens_whatever_befalls_it_and_its_neighbours(
     stop_preempted_request: bool,
 ) -> None:
     seen = ReuseTraffic.seen = Counter()

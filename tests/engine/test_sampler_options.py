@@ -56,7 +56,7 @@ def test_another_blacklist_is_refused(environment, text: str, sentence: str) -> 
         sampler_options(16)
 
 
-def test_the_other_two(environment) -> None:
+def test_force_top_k_and_the_sum_of_smaller_probabilities_are_read(environment) -> None:
     environment("SAMPLER_FORCE_TOPK", "40")
     environment("COMPUTE_SUM_SMALLER_PROBS", "1")
     options = sampler_options(16)

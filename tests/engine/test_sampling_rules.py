@@ -107,7 +107,7 @@ def test_requests_with_any_rules_have_the_tokens_of_the_twin(overlap: bool) -> N
 
 
 @pytest.mark.slow
-def test_greedy_requests_with_any_rules_have_the_same_tokens_and_log_probabilities_with_drafts() -> None:
+def test_greedy_requests_with_any_rules_give_the_same_with_drafts() -> None:
     """Also of a preempted one, in the middle of a block, and where a stop cuts what was accepted."""
     rng = np.random.default_rng(4)
     texts = [random_prompt(int(rng.integers(1, 16)), seed) for seed in range(40)]
@@ -210,7 +210,7 @@ def test_raw_log_probabilities_are_the_models_also_of_the_prompt() -> None:
     assert max(abs(a.token_logprobs - b.token_logprobs) for a, b in zip(raw, processed, strict=True)) > 0.1
 
 
-def test_ids_outside_the_vocabulary_drop_a_request_and_several_completions_are_refused() -> None:
+def test_ids_outside_the_vocabulary_and_several_completions_are_refused() -> None:
     engine = toy_engine()
     assert engine.add_request("u", "r", SamplingParams(logit_bias={VOCAB: 1.0}), [5]) is None
     assert engine.add_request("u", "r", SamplingParams(stop_token_ids=[VOCAB]), [5]) is None

@@ -47,7 +47,7 @@ def test_greedy_answers_are_those_without_drafts(choose: str, overlap: bool) -> 
 
 
 @pytest.mark.slow
-def test_the_same_under_preemption_and_without_chunks() -> None:
+def test_preemption_and_whole_prompts_change_no_greedy_answer() -> None:
     engine = varlen_engine(choose="random", num_kv_blocks=14, stop_preempted_request=False)
     answers = ask(engine, temperature=0)
     assert engine.stats()["num_preemptions"] > 0

@@ -68,7 +68,9 @@ def implementation(request: pytest.FixtureRequest) -> str:
 class TestEveryImplementation:
     @pytest.mark.parametrize(("packed", "dtype"), [(True, "bfloat16"), (True, "float32"), (False, "float32")])
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-    def test_equals_the_brute_force(self, implementation: str, shape: Shape, packed: bool, dtype: str) -> None:
+    def test_attention_equals_the_brute_force(
+        self, implementation: str, shape: Shape, packed: bool, dtype: str
+    ) -> None:
         shape = replace(shape, packed=packed, dtype=dtype)
         arguments = shape.random_arguments()
         expected = brute_force(arguments, **shape.options | {"round_probabilities": False})
@@ -271,7 +273,7 @@ class TestReference:
         assert (np.asarray(gradients[0])[0, 0] == 0).all() and (np.asarray(gradients[0])[1] == 0).all()
 
     @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-    def test_lowers_for_every_platform(self, platform: str) -> None:
+    def test_attention_lowers_for_every_platform(self, platform: str) -> None:
         shape = replace(TINY, dtype="bfloat16")
         traced = jax.jit(functools.partial(sparse_attention, **shape.options)).trace(*shape.abstract_arguments())
         assert "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()

@@ -180,7 +180,7 @@ def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut
 
 
 @pytest.mark.slow
-def test_compact_gives_the_bits_of_mask_after_steps_in_which_no_row_or_only_some_keep_anything() -> None:
+def test_compact_gives_the_bits_of_mask_after_steps_in_which_few_rows_keep_anything() -> None:
     """Chunks of 32: at the start of both prompts nothing is kept, and on at most one of them from the second on."""
     lengths = (93, 2 * CHUNK)
     masked, compact = run("mask", lengths), run("compact", lengths)

@@ -188,7 +188,7 @@ def test_what_stands_in_the_padding_does_not_matter() -> None:
         assert np.array_equal(mine, theirs)
 
 
-def test_no_image_rows_for_a_chunk_without_images() -> None:
+def test_a_chunk_without_images_takes_no_image_rows() -> None:
     """A chunked prompt slices its features; most chunks get none."""
     output = forward(
         small_params(EXACT), small_config(), TOKENS, token_types=TEXT, image_embeds=features(0), precision=EXACT

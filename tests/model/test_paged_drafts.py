@@ -48,7 +48,7 @@ def test_drafts_from_pages_are_the_golden_ones_behind_rejected_rows(case: Case, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "row"), rows_of(Case("B_s15", "blong", "f32nq")))
-def test_drafts_of_golden_b_too(case: Case, row: int) -> None:
+def test_drafts_from_pages_are_those_of_golden_b(case: Case, row: int) -> None:
     check(case, row)
 
 

@@ -45,7 +45,7 @@ def test_the_most_promising_drafts_are_taken(rates: list[list[int]], most: list[
     assert found.tolist() == one_after_the_other(values, most, total)
 
 
-def test_deepinfers_examples() -> None:
+def test_the_examples_of_deepinfer_come_out() -> None:
     """DB §16; the totals there hold one row of each sequence."""
     first = jnp.float32([[0.9, 0.7, 0.5], [0.6, 0.2, 0.1]])
     for total, rows in [(4, [3, 1]), (8, [4, 4])]:

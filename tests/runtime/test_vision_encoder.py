@@ -20,7 +20,7 @@ RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text())).vision
 CONFIG = load_config(GOLDEN_A)
 
 
-def test_every_picture_has_a_class_that_holds_its_patches_and_its_features() -> None:
+def test_every_image_has_a_class_that_holds_its_patches_and_its_features() -> None:
     assert patch_buckets(RELEASED) == (1664, 3968, 9216)
     assert patch_buckets(CONFIG.vision) == (576,)
     rng = np.random.default_rng(0)

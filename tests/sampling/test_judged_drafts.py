@@ -157,7 +157,7 @@ def test_a_judged_draft_depends_on_its_own_row_only() -> None:
         assert (alone.tokens[0], alone.accepted[0]) == (together.tokens[i], together.accepted[i])
 
 
-def test_whether_a_draft_is_verified_may_depend_on_what_an_earlier_block_drafted_there() -> None:
+def test_whether_a_draft_is_verified_may_depend_on_an_earlier_block() -> None:
     """An earlier block, of which only its first draft was accepted, tells by its confidences what it had drafted next.
 
     Here the next block's draft for that position is verified only if that was a likely token. Were it the same draft

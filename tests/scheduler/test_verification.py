@@ -27,7 +27,7 @@ pytestmark = pytest.mark.pure
         ),
     ],
 )
-def test_deepinfers_examples(
+def test_the_examples_of_deepinfer_come_out(
     curve: list[tuple[int, float]], rates: list[list[float]], how: dict[str, float], budget: tuple[int, int]
 ) -> None:
     assert choose_budget([np.asarray(rates)], curve, **how) == RowBudget(budget[0], (budget[1],))
@@ -113,7 +113,7 @@ def test_the_slope_is_the_median_over_programs_of_medians() -> None:
     assert times.baseline("large") == 20.0
 
 
-def test_programs_with_few_samples_and_old_samples_do_not_count_and_the_slope_is_never_negative() -> None:
+def test_few_and_old_samples_do_not_count_and_the_slope_is_never_negative() -> None:
     times = StepTimes({"a": (1, 10.0), "b": (1, 10.0)})
     for _ in range(60):
         times.add("a", 1, 13.0, 0)

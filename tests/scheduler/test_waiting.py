@@ -25,7 +25,7 @@ def rows(plan: StepPlan) -> list[Sequence]:
     data_parallel_size=st.integers(1, 2),
     stream=st.booleans(),
 )
-def test_with_enough_blocks_a_prompt_waits_only_for_those_before_it_and_a_running_sequence_for_nobody(
+def test_with_enough_blocks_a_prompt_waits_only_for_those_before_it(
     arrivals: list[tuple[int, int, int]], depth: int, chunked_prefill: bool, data_parallel_size: int, stream: bool
 ) -> None:
     """Waiting is bounded by the work that was there at arrival, also under a stream of short requests behind."""

@@ -170,7 +170,7 @@ def test_a_schema_that_lists_properties_allows_no_others_unless_it_says_so() -> 
         assert takes(matcher(so_args["schema_type"], so_args["schema"]), other) == allows
 
 
-def test_objects_that_several_schemas_describe_together_stay_open_and_the_others_close() -> None:
+def test_objects_that_several_schemas_describe_stay_open_and_the_others_close() -> None:
     defs = {
         "base": {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
         "alone": {"type": "object", "properties": {"b": {"type": "null"}}},

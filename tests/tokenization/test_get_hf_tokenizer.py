@@ -83,7 +83,7 @@ def test_text_is_bos_and_the_tokens_of_the_file_and_comes_back(real_tokenizer, r
     assert real_tokenizer(text)["input_ids"] == ids
 
 
-def test_the_text_that_a_llama_pipeline_ruins(real_tokenizer):
+def test_a_text_that_a_llama_pipeline_ruins_is_encoded_right(real_tokenizer):
     assert real_tokenizer.encode("Hello world, 你好世界") == [0, 19923, 2058, 14, 223, 30594, 3427]
 
 
@@ -145,7 +145,7 @@ def test_native_honours_the_bos_that_its_settings_ask_for(native_dir):
     assert get_hf_tokenizer(native_dir).encode("")[:1] == [0]
 
 
-def test_native_keeps_the_pipeline_although_the_settings_name_a_class_that_rebuilds_it(real_dir, tmp_path, raw):
+def test_native_keeps_a_pipeline_whose_settings_name_a_class_that_rebuilds_it(real_dir, tmp_path, raw):
     shutil.copy(real_dir / "tokenizer.json", tmp_path)
     shutil.copy(real_dir / "tokenizer_config.json", tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
