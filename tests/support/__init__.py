@@ -12,8 +12,8 @@ with every mechanism), `agreeing` (golden models whose drafts are often accepted
 The forward pass: `golden` (the data, tolerances), `replay` (whole cases), `blocks` (sublayers on golden inputs),
 `stepping` (paged caches step by step).
 
-Brute force: `attention_oracle`, `sampling_twin`, `scheduler_twin` and its `scheduler_twin_device`, `walks` (random texts
-that a grammar allows), `image_rules`.
+Brute force: `attention_oracle`, `sampling_twin`, `scheduler_twin` and its `scheduler_twin_device`, `walks` (random
+texts that a grammar allows), `image_rules`.
 
 Scripts for `children`, each with several virtual devices: `two_devices`, `two_devices_reuse`, `two_devices_moves`,
 `two_devices_varlen`, `sharded_engine`, `sharded_forward`.
