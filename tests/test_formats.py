@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from deepinfer_jax.kernels import formats
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.toy
 
@@ -238,7 +239,7 @@ def test_fp4_kv_division_is_ieee_for_every_scale() -> None:
 
 
 @each_quantiser
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_fake_quantiser_equals_ieee_arithmetic_pack_and_unpack_eagerly_and_jitted(name: str, dtype: jnp.dtype) -> None:
     fake, pack, unpack, group = FAKE_QUANTISERS[name]
     round_trip = jax.jit(lambda v: unpack(*pack(v), dtype))

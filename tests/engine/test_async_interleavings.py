@@ -121,6 +121,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.slow
 def test_whatever_readers_do_the_engine_is_whole_afterwards() -> None:
     num_cached: list[int] = []
     interleave(num_cached)

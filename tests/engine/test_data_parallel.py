@@ -10,6 +10,7 @@ from tests.support.toy import MAX_POSITIONS, make_table, random_prompt, sampled_
 pytestmark = pytest.mark.toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
 def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
     table = make_table()
@@ -34,6 +35,7 @@ def test_every_request_with_drafts_gets_the_tokens_that_it_has_alone(case: str) 
         assert found[str(i)] == draft_twin(table, prompt, params, 2, MAX_POSITIONS).tokens
 
 
+@pytest.mark.slow
 def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devices() -> None:
     assert served()["one"]["data_indices"] == [0]
     for case in ("two", "tight", "apart"):
@@ -41,6 +43,7 @@ def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devi
         assert served()[case]["cache_devices"] == 2
 
 
+@pytest.mark.slow
 def test_the_pools_of_both_indices_are_full_at_the_end() -> None:
     # Six slots of 10 blocks each; with two indices three slots and their blocks each.
     assert served()["one"]["pools"] == served()["two"]["pools"] == [60, 60, 6, 6]

@@ -110,7 +110,7 @@ def test_batch_invariance_makes_greedy_tokens_exact_in_the_released_precision(
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[LLM]:
-    llm = engine(write_small_model(tmp_path / "small", MAX_POSITIONS), 4)
+    llm = engine(write_small_model(tmp_path / "small", MAX_POSITIONS), 4, max_num_seqs=1)
     yield llm
     llm.close()
 

@@ -12,6 +12,7 @@ from deepinfer_jax.engine.loading import num_drafts
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.drafting import draft_twin, drafts
+from tests.support.marks import slow
 from tests.support.toy import (
     DRAFT_BLOCK,
     EOS,
@@ -32,7 +33,7 @@ TABLE = make_table()
 SHAPES = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 12), (9, 13), (17, 20), (30, 20)]
 
 
-@pytest.fixture(scope="module", params=[1, 3, DRAFT_BLOCK])
+@pytest.fixture(scope="module", params=[slow(1), 3, slow(DRAFT_BLOCK)])
 def engine(request: pytest.FixtureRequest, poisoned: None) -> Iterator[LLMEngine]:
     with drafts(request.param):
         engine = toy_engine()

@@ -59,11 +59,11 @@ def check_text(name: str, output: list[int]) -> None:
 @pytest.mark.parametrize(
     ("num_drafts", "overlap", "blocks"),
     [
-        (5, True, 22),
+        (0, True, 22),
         *(
             pytest.param(num_drafts, overlap, blocks, marks=pytest.mark.slow)
             for num_drafts, overlap, blocks in (
-                (0, True, 22),
+                (5, True, 22),
                 (0, False, None),
                 (2, True, None),
                 (2, False, 22),

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.marks import slow
 from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import MAX_POSITIONS, ToyModel, toy_engine
 
@@ -152,7 +153,7 @@ class ReuseTraffic(RuleBasedStateMachine):
         engine.close()
 
 
-@pytest.mark.parametrize("stop_preempted_request", [False, True])
+@pytest.mark.parametrize("stop_preempted_request", [slow(False), True])
 def test_a_request_has_its_own_tokens_whatever_befalls_it_and_its_neighbours(
     stop_preempted_request: bool,
 ) -> None:

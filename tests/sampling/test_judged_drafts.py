@@ -126,6 +126,7 @@ def test_a_row_without_a_distribution_ends_its_sequence() -> None:
     assert found.finite.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_the_purposes_of_a_position_are_independent() -> None:
     """Were draft, acceptance and residual of one number, a rejected draft would bend what follows it."""
     uniform = jnp.ones((DRAWS, VOCAB), jnp.float32)

@@ -64,6 +64,7 @@ def test_one_data_index_gets_what_deepinfers_walk_over_totals_finds(
     assert budget.rows == min(rows for rows, _ in curve if rows >= best)
 
 
+@pytest.mark.slow
 @given(st.lists(RATES, min_size=2, max_size=3), CURVE)
 def test_no_other_numbers_of_rows_on_several_data_indices_give_more(
     rates: list[list[list[float]]], curve: list[tuple[int, float]]

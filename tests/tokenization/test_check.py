@@ -175,6 +175,7 @@ def released_dir(edited_dir, rename):
     return build
 
 
+@pytest.mark.slow
 def test_the_public_v4_tokenizer_fails_only_the_image_rules_of_the_released_model(released_dir):
     found = broken(released_dir())
     assert found.keys() == {IMAGE_ID, IMAGE_NAME}
@@ -185,6 +186,7 @@ def test_the_released_model_keeps_every_rule_once_its_image_token_has_its_name(r
     assert broken(released_dir({"<｜image2｜>": "<｜deepseek_image｜>"})) == {}
 
 
+@pytest.mark.slow
 def test_a_released_tokenizer_with_another_pad_fails_that_rule(released_dir):
     found = broken(released_dir({"<｜▁pad▁｜>": "<reserve>"}))
     assert found["PAD is <｜▁pad▁｜> with id 2, or aliases EOS"] == "'<｜▁pad▁｜>' has no id, expected id 2"

@@ -256,6 +256,7 @@ def test_auto_map_under_the_release_policy_is_repaired_and_guarded(edited_dir, r
         tokenizer.encode("<|place_holder_mm_span_0000|>")
 
 
+@pytest.mark.slow
 def test_a_class_that_rebuilds_the_pipeline_is_refused_under_the_release_policy(edited_dir):
     directory = edited_dir(tokenizer_config=lambda document: None)
     with pytest.raises(ValueError, match=r"encodes text differently from tokenizer\.json"):
@@ -271,6 +272,7 @@ def test_the_tokenizer_survives_pickle_and_copy_with_its_guard(real_tokenizer):
             other.encode(next(iter(SPAN_TOKENS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
@@ -289,6 +291,7 @@ def test_trusted_code_that_breaks_is_one_sentence(edited_dir, code, sentence):
         get_hf_tokenizer(directory, trust_remote_code=True)
 
 
+@pytest.mark.slow
 def test_an_empty_auto_map_asks_for_nothing(edited_dir):
     directory = edited_dir(tokenizer_config=lambda settings: settings.update(auto_map=None))
     assert get_hf_tokenizer(directory).encode("") == [0]

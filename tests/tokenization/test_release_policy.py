@@ -104,6 +104,7 @@ def test_broken_settings_are_refused(edited_dir, settings, sentence):
     assert sentence in str(error.value) and str(directory) in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, sentence",
     [
@@ -122,6 +123,7 @@ def test_broken_vocabularies_are_refused(edited_dir, rename, names, sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.slow
 def test_one_token_too_many_is_refused_and_left_unchanged(edited_dir):
     loaded = load_unrepaired_tokenizer(edited_dir(tokenizer=appended))
     before = state(loaded)
