@@ -142,6 +142,7 @@ def test_greedy_tokens_are_those_without_drafts_for_any_number_of_them(num_draft
     assert engine.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.unoptimised(False)  # compares bytes of prefill and decode
 def test_rejected_drafts_leave_nothing_in_slots_and_blocks() -> None:
     """After every step the state of each sequence is that of its text, to the byte, and so are its next drafts."""
