@@ -5,11 +5,12 @@ PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-fast test-slow bench clean
+.PHONY: help install demo test lint test-fast test-quick test-slow bench clean
 
 help:
 	@echo "make demo         generate text with the embedded model (random weights)"
 	@echo "make test         ruff, format check, mypy, import rules, fast tests"
+	@echo "make test-quick   fast tests without the real model, in three minutes"
 	@echo "make test-slow    tests that take minutes"
 	@echo "make gpu-compile  compile the GPU kernels for A100, H100 and B200, no GPU needed"
 	@echo "make bench        the benchmarks, on this machine"
@@ -34,11 +35,17 @@ lint: install
 	$(PYTHON) -m mypy
 	$(VENV)/bin/lint-imports
 
+# A file stays on one worker, whose compiled programs its tests share.
+PYTEST := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
 test-fast: install
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --nbmake tests notebooks
+	$(PYTEST) -m "not slow" --nbmake tests notebooks
+
+test-quick: install
+	$(PYTEST) -m "(pure or toy) and not slow" tests
 
 test-slow: install
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(PYTEST) -m slow --nbmake tests notebooks
 
 bench: install
 	for script in benchmarks/*.py; do $(PYTHON) "$$script" || exit 1; done

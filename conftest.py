@@ -1,11 +1,13 @@
-"""For all tests and notebooks: a user cache of this run alone, so that they neither read nor leave anything, and one
-cache of compiled programs for all runs, whose time goes into compiling."""
+"""For all tests and notebooks: a user cache of this run alone, so that they neither read nor leave anything, one cache
+of compiled programs for all runs, whose time goes into compiling, and the account of that time (tests/README.md)."""
 
 import gc
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -25,23 +27,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 _MOST_COMPILED_BYTES = 2 << 30  # a run that finds more starts anew
 
-# Files whose programs LLVM need not optimise, which takes a third off their compilation: they compare integers, or
-# numbers with a tolerance, or what XLA makes of a program before LLVM. Files that claim the same bits of different
-# programs are not among them: without optimisation no product is fused into a sum, and bits agree too easily.
-_UNOPTIMISED = {
-    _ROOT / "tests/test_readme.py",
-    *(_ROOT / f"tests/model/test_{name}.py" for name in (
-        "checks", "gradients", "mechanisms", "odd_configurations", "pools_in_place",
-    )),
-    *(_ROOT / f"tests/engine/test_{name}.py" for name in (
-        "async_ends", "async_engine", "async_interleavings", "async_leaving", "calibration", "drafts", "dummy_kind",
-        "engine", "grammars", "handover_traffic", "interrupts", "lifecycle", "llm", "moves", "results",
-        "reuse_traffic", "spoiled_cache", "stats", "steady_state", "step_times", "stop_texts",
-        "traffic", "varlen",
-    )),
-}  # fmt: skip
-# Long files come first, so that no worker waits for the other at the end.
-_LONG_FOLDERS = ["model", "engine", "kernels", "sampling", "runtime"]
+# Every test has one. Long ones come first, so that no worker waits for the other at the end.
+_TIERS = ["real", "toy", "pure"]
+# CPU seconds of two cores, for three and for ten minutes less a minute of lint and start.
+_BUDGETS = {"pure + toy": 2 * 180, "pure + toy + real": 2 * 540}
 
 # Linux lets a process have 65,530 memory maps. Every program that XLA:CPU compiled holds some, and XLA crashes when it
 # gets no more. A worker with 30,000 takes 10 GB.
@@ -58,11 +47,32 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(_COMPILED)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
-        return item.path not in _UNOPTIMISED, item.path.parent.name not in _LONG_FOLDERS
+    for item in items:
+        if item.path.suffix == ".ipynb":  # has no place for a mark
+            item.add_marker("real")
+            if item.path.stem in _SLOW_NOTEBOOKS:
+                item.add_marker("slow")
+    unmarked = {str(item.path.relative_to(_ROOT)) for item in items if len(_tiers(item)) != 1}
+    if unmarked:
+        raise pytest.UsageError(f"these need one of the marks {', '.join(_TIERS)}: {', '.join(sorted(unmarked))}")
+    items.sort(
+        key=lambda item: (not _is_unoptimised(item), _TIERS.index(_tiers(item)[0]))
+    )  # stable: a file stays whole
 
-    items.sort(key=rank)  # stable: a file stays whole
+
+_SLOW_NOTEBOOKS = ["01_quickstart"]  # the README's first example runs in each `make test`
+
+
+def _tiers(item: pytest.Item) -> list[str]:
+    return [tier for tier in _TIERS if item.get_closest_marker(tier)]
+
+
+def _is_unoptimised(item: pytest.Item) -> bool:
+    """By the nearest mark; `unoptimised(False)` takes a test out of a module that is."""
+    mark = item.get_closest_marker("unoptimised")
+    return mark is not None and mark.args != (False,)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,7 +82,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     import jax
 
-    unoptimised = item.path in _UNOPTIMISED
+    unoptimised = _is_unoptimised(item)
     if jax.config.read("jax_disable_most_optimizations") != unoptimised:
         jax.config.update("jax_disable_most_optimizations", unoptimised)
         _give_up_programs()
@@ -95,3 +105,33 @@ def _give_up_programs() -> None:
     compile_state_op.cache_clear()
     compile_write_masks.cache_clear()
     gc.collect()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport]:
+    """Notes the CPU seconds of each phase of a test, its processes included: those do not depend on the neighbours."""
+    report: pytest.TestReport = yield
+    now = sum(os.times()[:4])
+    report.cpu_seconds, item.config.stash[_CPU] = now - item.config.stash.get(_CPU, now), now
+    return report
+
+
+_CPU = pytest.StashKey[float]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The CPU seconds of each tier beside its budget. They never fail a run: what is too slow gets the mark `slow`."""
+    seconds, counts = Counter[str](), Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if not isinstance(report, pytest.TestReport):
+            continue
+        kind = next((mark for mark in ("slow", *_TIERS) if mark in report.keywords), "")
+        seconds[kind] += getattr(report, "cpu_seconds", 0)
+        counts[kind] += report.when == "call"
+    terminalreporter.section("CPU seconds by tier")
+    for tier in [*reversed(_TIERS), "slow"]:
+        if counts[tier]:
+            terminalreporter.write_line(f"{tier:<18} {seconds[tier]:6.0f}  in {counts[tier]} tests")
+    for name, budget in _BUDGETS.items():
+        used = sum(seconds[tier] for tier in name.split(" + "))
+        terminalreporter.write_line(f"{name:<18} {used:6.0f}  of {budget}")

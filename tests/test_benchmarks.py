@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name != "drafted.py")  # a helper
 

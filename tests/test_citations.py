@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAMES = {

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.config.model_config import load_config, parse_config
+from tests.support.paths import GOLDEN_A
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "A_s28" / "config.json").read_text())
+pytestmark = pytest.mark.pure
+
+GOLDEN: dict[str, Any] = json.loads((GOLDEN_A / "config.json").read_text())
 KEYS = [
     (section, key)
     for section, values in [(None, GOLDEN), *((k, v) for k, v in GOLDEN.items() if isinstance(v, dict))]

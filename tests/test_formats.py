@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from deepinfer_jax.kernels import formats
+from tests.support.marks import slow
+
+pytestmark = pytest.mark.toy
 
 BYTES = np.arange(256, dtype=np.uint8)
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -155,20 +158,20 @@ def test_ceil_pow2_is_exact_next_to_every_power_of_two() -> None:
     np.testing.assert_array_equal(jax.jit(formats.ceil_pow2)(below), powers[1:])
 
 
-def test_ceil_pow2_at_its_edges() -> None:
+def test_ceil_pow2_is_right_at_its_edges() -> None:
     edge = np.array([0.0, 1e-45, 1e-39, 3e38, np.inf, np.nan], np.float32)
     expected = np.array([0.0, 2.0**-126, 2.0**-126, np.inf, np.inf, np.inf], np.float32)
     np.testing.assert_array_equal(jax.jit(formats.ceil_pow2)(edge), expected)
 
 
 @pytest.mark.parametrize(("amax", "scale"), [(448, 1), (896, 2), (1.0, 2.0**-8), (0, 2.0**-22)])
-def test_fp8_scales_of_appendix_b(amax: float, scale: float) -> None:
+def test_fp8_scales_are_those_of_appendix_b(amax: float, scale: float) -> None:
     _, code = formats.pack_fp8(jnp.zeros(32).at[5].set(amax))
     assert 2.0 ** (int(code[0]) - 127) == scale
 
 
 @pytest.mark.parametrize(("amax", "scale"), [(6, 1), (12, 2), (1.0, 0.25), (0, 2.0**-126)])
-def test_index_scales_of_appendix_b(amax: float, scale: float) -> None:
+def test_index_scales_are_those_of_appendix_b(amax: float, scale: float) -> None:
     _, code = formats.pack_fp4_index(jnp.zeros(32).at[5].set(amax))
     assert 2.0 ** (int(code[0]) - 127) == scale
 
@@ -236,7 +239,7 @@ def test_fp4_kv_division_is_ieee_for_every_scale() -> None:
 
 
 @each_quantiser
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_fake_quantiser_equals_ieee_arithmetic_pack_and_unpack_eagerly_and_jitted(name: str, dtype: jnp.dtype) -> None:
     fake, pack, unpack, group = FAKE_QUANTISERS[name]
     round_trip = jax.jit(lambda v: unpack(*pack(v), dtype))

@@ -1,6 +1,7 @@
 """The house: lazy package, import rules at run time, and a wheel that works outside the repository."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import deepinfer_jax
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.pure
 
 
 def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,27 @@ def test_ci_runs_the_readmes_test_command() -> None:
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert commands == ["make test", "make test-slow", "make gpu-compile"]
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"def test_\w{76,}", "the name of a test has at most 80 characters"),
+        (r"sys\.path\b", "tests are imported as tests.…, from the root"),
+        (r"(from|import) tests\.(\w+\.)*test_", "what several test modules use is in tests/support"),
+        (
+            r"while [^\n]*has_unfinished_requests",
+            "a loop that does not end must fail: tests.support.engine_runs.while_unfinished",
+        ),
+        pytest.param(r"\._loop\b", "tests see what an engine shows, not its loop", marks=pytest.mark.xfail),
+    ],
+)
+def test_no_test_breaks_the_rules_of_the_folder(pattern: str, reason: str) -> None:
+    found = [str(file) for file in TEST_FILES if file != Path(__file__) and re.search(pattern, file.read_text())]
+    assert found == [], reason
 
 
 @pytest.mark.slow

@@ -23,10 +23,12 @@ from deepinfer_jax.memory.plan import MemoryPlan, plan_memory
 from deepinfer_jax.memory.units import format_bytes
 from deepinfer_jax.runtime.slot_table import init_slot_table
 from deepinfer_jax.weights.layout import released_tensors
+from tests.support.paths import GOLDEN_B, RELEASED_CONFIG
 
-TESTS = Path(__file__).parent
+pytestmark = pytest.mark.pure
+
 GB = 10**9
-RELEASED = parse_config(json.loads((TESTS / "configs" / "released.json").read_text()))
+RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text()))
 TINY_CONFIG = parse_config(TINY)
 STATE = ("compressed KV", "index keys", "window rings", "open groups", "n-gram tails", "draft window rings")
 WEIGHTS = ("text weights", "routed experts", "Engram tables", "draft weights", "vision weights")
@@ -38,7 +40,7 @@ def planned(model: ModelConfig, **demand: Any) -> MemoryPlan:
 
 def test_the_checkpoint_s_bytes_are_those_of_its_tensors_without_headers() -> None:
     assert checkpoint_bytes(RELEASED) == 510_286_023_000 == sum(tensor.nbytes for tensor in released_tensors(RELEASED))
-    folder = TESTS / "golden" / "B_s15"
+    folder = GOLDEN_B
     raw = (folder / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
     assert checkpoint_bytes(load_config(folder)) == len(raw) - header
@@ -55,7 +57,7 @@ def test_released_weights_on_one_device_are_the_published_parts() -> None:
     }
 
 
-def test_released_weights_on_2_x_4_devices() -> None:
+def test_released_weights_on_2_x_4_devices_have_known_sizes() -> None:
     found = weight_bytes(RELEASED, "reference", "gpu", 2, 4)
     # Embedding and head lie over all eight; every other text weight is on each device.
     vocabulary = 2 * 129_280 * 5120 * 2
@@ -170,7 +172,7 @@ def test_image_features_take_what_is_asked_for_and_at_least_what_a_step_may_need
     least = planned(RELEASED, num_blocks=1, data_parallel_size=2, max_num_seqs=16)
     assert least.image_rows == 2 * (2048 + 2 * 8 * 1021)
     assert planned(RELEASED, precision="float32", num_blocks=1).parts["image features"] == 18_384 * 5120 * 4
-    text = load_config(TESTS / "golden" / "B_s15")
+    text = load_config(GOLDEN_B)
     blind = planned(text, num_blocks=1, image_cache_bytes=256 << 20)
     assert blind.image_rows == blind.parts["image features"] == 0
 

@@ -11,8 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support.markdown_pages import Snippet, anchors, broken_links, python_snippets
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 SNIPPETS = {

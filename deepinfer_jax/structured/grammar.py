@@ -28,7 +28,7 @@ class CompiledGrammar:
     Attributes:
         vocabulary: for which it was compiled.
         matcher: of the library, before the first token.
-        num_bytes: an estimate of the memory that it holds, which the library does not report; what use adds is counted at
+        num_bytes: an estimate of the memory that it holds, which the library does not report; what use adds counts at
             a flat rate.
     """
 

@@ -7,6 +7,8 @@ import pytest
 from deepinfer_jax.checkpoint.host_formats import decode, encode
 from deepinfer_jax.weights.layout import Format, ParamSpec
 
+pytestmark = pytest.mark.pure
+
 MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 

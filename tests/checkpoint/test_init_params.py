@@ -1,7 +1,5 @@
 """checkpoint/init.py: the tree of load_params, filled at random."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,10 @@ from deepinfer_jax.checkpoint.leaves import leaf_form
 from deepinfer_jax.config.model_config import ModelConfig, load_config
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+pytestmark = pytest.mark.real
+
 QUANTIZED = (Fp8Weight, Fp4Weight, Fp8Rows)
 
 
@@ -34,7 +34,7 @@ def shapes(params: Params) -> Params:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("precision", ["reference", "float32"])
 @pytest.mark.parametrize("folder", ["A_s28", "B_s15"])
-def test_its_tree_is_that_of_load_params(
+def test_the_tree_is_that_of_load_params(
     folder: str, precision: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (hf, init):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import jax
 import pytest
@@ -12,13 +11,14 @@ from deepinfer_jax.checkpoint.safetensors import read_header
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import ModelConfig, load_config, parse_config
 from deepinfer_jax.weights.layout import param_specs, released_tensors
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(scope="module")
 def released() -> ModelConfig:
-    return parse_config(json.loads((TESTS / "configs" / "released.json").read_text()))
+    return parse_config(json.loads(RELEASED_CONFIG.read_text()))
 
 
 def test_the_release_has_96085_tensors_and_510286023000_bytes(released: ModelConfig) -> None:
@@ -71,7 +71,7 @@ def test_tiny_has_642_tensors_and_1562058_bytes() -> None:
 
 @pytest.mark.parametrize("folder", ["A_s28", "B_s15", "A_s28/bf16"])
 def test_the_golden_files_hold_exactly_the_declared_tensors(folder: str) -> None:
-    path = TESTS / "golden" / folder
+    path = GOLDEN / folder
     stored = read_header(path / "model.safetensors")
     declared = {tensor.name: (tensor.dtype, tensor.shape) for tensor in released_tensors(load_config(path))}
     assert declared == {name: (entry.dtype, entry.shape) for name, entry in stored.items()}

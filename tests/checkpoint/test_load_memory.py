@@ -14,6 +14,8 @@ from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.weights.layout import TensorSpec, param_specs, released_tensors
 
+pytestmark = pytest.mark.real
+
 SHARD_BYTES = 150_000_000
 
 SIZES = {

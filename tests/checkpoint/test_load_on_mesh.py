@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+import pytest
+
+from tests.support.paths import GOLDEN_A
+
+pytestmark = pytest.mark.real
 
 CHILD = """
 import sys
@@ -61,7 +64,7 @@ print("done")
 def test_golden_a_is_placed_by_rule_on_1x8_and_2x4() -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(GOLDEN / "A_s28")],
+        [sys.executable, "-c", CHILD, str(GOLDEN_A)],
         env=environment,
         capture_output=True,
         text=True,

@@ -20,8 +20,10 @@ from deepinfer_jax.config.model_config import PRECISIONS, load_config
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.weights.layout import TensorSpec, layout
 from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight, Params
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+pytestmark = pytest.mark.real
+
 QUANTIZED = (Fp8Weight, Fp4Weight, Fp8Rows)
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

@@ -20,6 +20,9 @@ from deepinfer_jax.checkpoint.safetensors import (
     write_safetensors,
 )
 from deepinfer_jax.weights.layout import TensorSpec
+from tests.support.paths import GOLDEN_A
+
+pytestmark = pytest.mark.pure
 
 TENSORS = (
     TensorSpec("codes", "F8_E4M3", (3, 5)),  # 15 bytes: the tensors behind it are not aligned
@@ -75,7 +78,7 @@ def test_the_safetensors_library_reads_our_file_and_we_read_its(tmp_path: Path) 
 
 
 def test_golden_file_holds_the_dtypes_of_the_release() -> None:
-    golden = Path(__file__).parents[1] / "golden" / "A_s28" / "model.safetensors"
+    golden = GOLDEN_A / "model.safetensors"
     file = SafetensorsFile(golden)
     assert {entry.dtype for entry in file.entries.values()} == {"BF16", "F32", "F8_E4M3", "F8_E8M0", "I8"}
     assert file.view("layers.0.attn.wq_a.weight").dtype == ml_dtypes.float8_e4m3fn

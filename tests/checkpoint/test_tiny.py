@@ -20,8 +20,9 @@ from deepinfer_jax.config.model_config import load_config
 from deepinfer_jax.model.forward import forward
 from deepinfer_jax.tokenization import CompressedVocabulary, get_hf_tokenizer
 from deepinfer_jax.weights.layout import released_tensors
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_default_is_tiny_in_the_released_layout(tiny: Path) -> None:
     assert declared == {entry.name: (entry.dtype, entry.shape) for entry in entries}
 
 
-def test_its_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
+def test_the_tiny_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
     config = load_config(tiny)
     assert config.tokenizer_compatibility == "native"
     assert len(CompressedVocabulary(tiny / "tokenizer.json")) == config.text.engram_compressed_vocab_size
@@ -67,7 +68,7 @@ def test_its_tokenizer_is_native_and_of_the_declared_sizes(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["The other world", "x = f(1)\n\n\tpass", "你好，世界 é ﬁ 🙂", "  two  blanks ", ""])
-def test_its_tokenizer_encodes_any_text_reversibly(tiny: Path, text: str) -> None:
+def test_the_tiny_tokenizer_encodes_any_text_reversibly(tiny: Path, text: str) -> None:
     tokenizer = get_hf_tokenizer(tiny)
     ids = tokenizer.encode(text)
     assert ids[0] == 0 and max(ids) < 510
@@ -139,8 +140,8 @@ def test_shards_hold_the_same_tensors_as_one_file(tiny: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("golden", ["A_s28", "B_s15", "A_s28/bf16"])
 def test_any_config_gives_a_checkpoint_that_loads(tmp_path: Path, golden: str) -> None:
-    make_tiny(tmp_path / "out", TESTS / "golden" / golden / "config.json")
-    ours, theirs = (load_config(folder) for folder in (tmp_path / "out", TESTS / "golden" / golden))
+    make_tiny(tmp_path / "out", GOLDEN / golden / "config.json")
+    ours, theirs = (load_config(folder) for folder in (tmp_path / "out", GOLDEN / golden))
     compressed = ours.text.engram_compressed_vocab_size
     assert compressed == len(CompressedVocabulary(tmp_path / "out" / "tokenizer.json"))
     text = dataclasses.replace(theirs.text, engram_compressed_vocab_size=compressed)
@@ -151,7 +152,7 @@ def test_any_config_gives_a_checkpoint_that_loads(tmp_path: Path, golden: str) -
 def test_a_vocabulary_too_small_for_all_bytes_shows_the_others_as_pad(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_tiny(tmp_path / "out", TESTS / "golden" / "B_s15" / "config.json")  # 160 ids, 5 of them special
+    make_tiny(tmp_path / "out", GOLDEN / "B_s15" / "config.json")  # 160 ids, 5 of them special
     assert "160 ids has no token for 101 of the 256 bytes" in caplog.text
     tokenizer = get_hf_tokenizer(tmp_path / "out")
     assert len(tokenizer) == 160
@@ -192,7 +193,7 @@ def test_nothing_is_overwritten_and_bad_configurations_write_nothing(tiny: Path,
 def test_a_model_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5_000_000))
     with pytest.raises(ValueError, match="take 510,286,023,000 bytes, the disk has 5,000,000 free"):
-        make_tiny(tmp_path / "out", TESTS / "configs" / "released.json")
+        make_tiny(tmp_path / "out", RELEASED_CONFIG)
     assert not (tmp_path / "out").exists()
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from deepinfer_jax.engine.args import EngineArgs
 
+pytestmark = pytest.mark.pure
+
 
 def test_an_unknown_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"'max_num_seq'.* did you mean max_num_seqs"):

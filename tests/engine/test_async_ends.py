@@ -16,8 +16,10 @@ import pytest
 from deepinfer_jax import LLM, AsyncLLMEngine, EngineType
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
-from tests.support.children import ROOT
+from tests.support.paths import ROOT
 from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 
@@ -205,6 +207,7 @@ def test_an_engine_that_is_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_though_nobody_closed_the_engine() -> None:
     code = (
         "import asyncio\n"

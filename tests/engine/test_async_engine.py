@@ -10,6 +10,8 @@ from deepinfer_jax import LLM, AsyncLLMEngine, EngineArgs, RequestOutput, Sampli
 from tests.support.async_toy import LONG, Gate, greedy, read, run_on
 from tests.support.toy import POISON, VOCAB, greedy_twin, make_table, random_prompt, tokens, toy_engine, use_toy
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 # Those of `toy_engine`, so that nothing is compiled again.
 SAME_PROGRAMS: dict[str, Any] = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
@@ -180,7 +182,7 @@ def test_a_request_may_be_handed_to_another_task() -> None:
     run_on(toy_engine(), use)
 
 
-def test_one_reader_at_a_time() -> None:
+def test_a_request_has_one_reader_at_a_time() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         gate = Gate(engine.llm_engine)
         outputs = engine.generate([5, 6], greedy(3), "r")

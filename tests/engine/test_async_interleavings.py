@@ -14,7 +14,7 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.async_toy import Gate, settle
 from tests.support.toy import greedy_twin, make_table, random_prompt, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 MOST_TOKENS = 20
 
@@ -121,6 +121,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.slow
 def test_whatever_readers_do_the_engine_is_whole_afterwards() -> None:
     num_cached: list[int] = []
     interleave(num_cached)

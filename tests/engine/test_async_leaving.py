@@ -11,6 +11,8 @@ from deepinfer_jax import AsyncLLMEngine
 from tests.support.async_toy import LONG, Gate, greedy, read, run_on, settle
 from tests.support.toy import greedy_twin, make_table, tokens, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 KEPT: list[asyncio.Task[None]] = []
 

@@ -7,6 +7,8 @@ import pytest
 
 from deepinfer_jax.engine.drafts.calibration import HIGHEST, LOWEST, fit_temperatures, report
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 
 def blocks(temperatures: list[float], count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Blocks whose drafts are accepted with probability sigmoid(logit / temperature), one after the other."""

@@ -16,10 +16,12 @@ from deepinfer_jax import embedded
 from deepinfer_jax.cli.main import app
 from deepinfer_jax.cli.plan_report import parse_bytes
 from deepinfer_jax.engine.environ import TABLE, rearm, user_cache_dir
+from tests.support.paths import GOLDEN_B, RELEASED_CONFIG
 from tests.support.toy import greedy_twin, make_table, toy_parts
 from tests.support.toy_images import expanded, image_parts, toy_image
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "B_s15"
+pytestmark = pytest.mark.real
+
 TOY_MODEL = ["generate", "--model", "toy", "--temperature", "0", "--max-tokens", "4"]
 
 
@@ -60,6 +62,7 @@ def test_json_is_one_object_per_prompt() -> None:
     assert (first["finish_reason"], len(first["token_logprobs"])) == ("length", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_calibrate_prints_temperatures_that_the_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompts.txt"
@@ -157,7 +160,7 @@ def test_make_tiny_and_check_work_on_a_folder(tmp_path: Path) -> None:
 @pytest.fixture
 def released(tmp_path: Path) -> str:
     """A folder that holds the released config.json and nothing else."""
-    shutil.copy(Path(__file__).parents[1] / "configs" / "released.json", tmp_path / "config.json")
+    shutil.copy(RELEASED_CONFIG, tmp_path / "config.json")
     return str(tmp_path)
 
 
@@ -185,7 +188,7 @@ def test_plan_as_json_is_the_same_plan(released: str) -> None:
 
 
 def test_plan_for_this_machine_needs_no_sizes() -> None:
-    status, out, _ = invoke("plan", str(GOLDEN), "--json")
+    status, out, _ = invoke("plan", str(GOLDEN_B), "--json")
     plan = json.loads(out)
     assert (status, plan["problem"]) == (0, "")
     assert plan["parts"]["text weights"] > 2 * plan["checkpoint_bytes"] / 10  # decoded to float32 on a CPU
@@ -300,6 +303,7 @@ def test_the_embedded_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: 
     assert list(user_cache_dir().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_installed_command_generates_with_the_embedded_model() -> None:
     command = [str(Path(sys.executable).parent / "deepinfer-jax"), "generate", "--json", "--max-tokens", "5"]
     done = subprocess.run(
@@ -313,7 +317,7 @@ def test_the_installed_command_generates_with_the_embedded_model() -> None:
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    command = [str(Path(sys.executable).parent / "deepinfer-jax"), "check", str(GOLDEN)]
+    command = [str(Path(sys.executable).parent / "deepinfer-jax"), "check", str(GOLDEN_B)]
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as closed:
@@ -329,7 +333,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(monkeypatch: pytest.Monk
 
 
 def test_check_runs_tokenizer_code_only_when_told(tmp_path: Path) -> None:
-    folder = shutil.copytree(GOLDEN, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz"))
+    folder = shutil.copytree(GOLDEN_B, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["auto_map"] = {"AutoTokenizer": ["mine.Mine", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -376,7 +380,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    folder = shutil.copytree(GOLDEN, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz", "*.safetensors"))
+    folder = shutil.copytree(GOLDEN_B, tmp_path / "model", ignore=shutil.ignore_patterns("*.npz", "*.safetensors"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,23 +1,16 @@
 """The engine on a mesh of two virtual devices: the same tokens, both halves at work, all pools full again."""
 
-from functools import cache
-from typing import Any
-
 import pytest
 
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.children import run_child
-from tests.support.drafting import draft_twin, drafts
+from tests.support.children import served
+from tests.support.drafting import draft_twin
 from tests.support.toy import MAX_POSITIONS, make_table, random_prompt, sampled_twin
 
-
-@cache
-def served(script_name: str = "two_devices", num_drafts: int = 0) -> dict[str, Any]:
-    with drafts(num_drafts):
-        result: dict[str, Any] = run_child(script_name)
-    return result
+pytestmark = pytest.mark.toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
 def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
     table = make_table()
@@ -34,7 +27,7 @@ def test_every_request_gets_the_tokens_that_it_has_alone(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["one", "two", "tight", "apart"])
-def test_so_does_every_request_with_drafts(case: str) -> None:
+def test_every_request_with_drafts_gets_the_tokens_that_it_has_alone(case: str) -> None:
     table, found = make_table(), served(num_drafts=2)[case]["tokens"]
     for i in range(16):
         prompt, params = random_prompt(1 + 5 * i % 31, seed=i), SamplingParams(seq_seed=i, temperature=0.9 * (i % 2))
@@ -42,6 +35,7 @@ def test_so_does_every_request_with_drafts(case: str) -> None:
         assert found[str(i)] == draft_twin(table, prompt, params, 2, MAX_POSITIONS).tokens
 
 
+@pytest.mark.slow
 def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devices() -> None:
     assert served()["one"]["data_indices"] == [0]
     for case in ("two", "tight", "apart"):
@@ -49,6 +43,7 @@ def test_requests_are_spread_over_both_data_indices_and_the_cache_over_both_devi
         assert served()[case]["cache_devices"] == 2
 
 
+@pytest.mark.slow
 def test_the_pools_of_both_indices_are_full_at_the_end() -> None:
     # Six slots of 10 blocks each; with two indices three slots and their blocks each.
     assert served()["one"]["pools"] == served()["two"]["pools"] == [60, 60, 6, 6]

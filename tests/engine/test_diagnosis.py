@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,12 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.scheduler import SequenceStatus
 from deepinfer_jax.tokenization import MultimodalProcessor, get_hf_tokenizer
-from tests.engine.test_results import running
+from tests.support.engine_runs import drain
+from tests.support.paths import GOLDEN_A
+from tests.support.sequences import running_sequence
 
-GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
+pytestmark = pytest.mark.real
+
 PRECISION = "float32"
 POISONED = 77  # a token
 TEXT = np.random.default_rng(0).integers(100, 192, CHUNK + 40).astype(np.int32)
@@ -95,6 +97,7 @@ def test_a_spoiled_expert_is_found_at_the_first_token_that_it_serves(params: Par
     assert fault(broken) == f"layers.5.moe.output at position {first} is not finite"
 
 
+@pytest.mark.slow
 def test_images_are_encoded_again_and_their_first_bad_row_is_found(
     params: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +141,11 @@ def test_a_second_failure_is_told_and_ends_nothing(params: Params, monkeypatch: 
 
 
 def test_drafts_that_the_step_accepted_belong_to_the_text_that_is_run_again() -> None:
-    sequences = [running("good", [7, 11, 12, 13]), running("bad", [7, 21, 22]), running("spoiled", [7, 8])]
+    sequences = [
+        running_sequence("good", [7, 11, 12, 13]),
+        running_sequence("bad", [7, 21, 22]),
+        running_sequence("spoiled", [7, 8]),
+    ]
     for sequence in sequences[1:]:
         sequence.status = SequenceStatus.FINISHED_FAILED
     seen = []
@@ -175,11 +182,7 @@ def test_a_poisoned_row_fails_alone_in_prefill_and_in_decode(params: Params, mon
         for name in names:
             how = SamplingParams(golden_token_ids=forced[name], max_tokens=8, ignore_eos=True, top_logprobs=5)
             engine.add_request("u", name, how, prompts[name])
-        outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        return outputs
+        return drain(engine)
 
     together = run(list(prompts))
     why = "request {}: the logits after position {} are no distribution (not finite, or all zero): {}"

@@ -14,6 +14,8 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import Sequence, SequenceStatus
 from tests.support.drafting import draft_twin, drafts
+from tests.support.engine_runs import while_unfinished
+from tests.support.marks import slow
 from tests.support.toy import (
     DRAFT_BLOCK,
     MAX_POSITIONS,
@@ -26,7 +28,7 @@ from tests.support.toy import (
     toy_engine,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 TABLE = make_table()
 STRICT = ToyModel(strict=True)  # a slot of other tokens than those in the blocks fails
 NUM_DRAFTS = 3
@@ -42,13 +44,9 @@ PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
 EXPECTED = [draft_twin(TABLE, prompt, params(i), NUM_DRAFTS, MAX_POSITIONS).tokens for i, prompt in enumerate(PROMPTS)]
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 def drafting_engine(**options: Any) -> LLMEngine:
     with drafts(NUM_DRAFTS):
-        return toy_engine(model=STRICT, **{"stop_preempted_request": False} | options)
+        return toy_engine(model=STRICT, **{"stop_preempted_request": False, "num_kv_blocks": 200} | options)
 
 
 def answers(engine: LLMEngine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -90,7 +88,7 @@ def test_preemption_changes_no_token(overlap: bool, reuse: bool) -> None:
 
 def test_a_hit_in_the_cache_changes_no_token() -> None:
     """The second time from the cache; then texts that go on behind what was generated."""
-    engine = drafting_engine(num_kv_blocks=200)  # nothing is forgotten
+    engine = drafting_engine()  # of 200 blocks: nothing is forgotten
     assert answers(engine) == EXPECTED
     cached = engine.stats()["num_cached_tokens"]
     assert answers(engine) == EXPECTED
@@ -110,7 +108,7 @@ def test_hand_over_changes_no_token() -> None:
     for i, prompt in enumerate(PROMPTS):
         first.add_request("u", str(i), params(i), prompt)
     found: dict[str, list[int]] = {}
-    while first.has_unfinished_requests() or second.has_unfinished_requests() or first.computed_requests():
+    for _ in while_unfinished(first, second, also=first.computed_requests):
         for output in [*first.step(), *second.step()]:
             found.setdefault(output.request_id, []).append(output.token_id)
         for name in first.computed_requests():
@@ -132,7 +130,7 @@ def test_an_engine_that_lost_a_step_gives_the_same_tokens_again() -> None:
     assert answers(engine) == EXPECTED
 
 
-@pytest.mark.parametrize("num_drafts", [1, slow(2), slow(4), DRAFT_BLOCK])
+@pytest.mark.parametrize("num_drafts", [slow(1), slow(2), slow(4), slow(DRAFT_BLOCK)])
 def test_greedy_tokens_are_those_without_drafts_for_any_number_of_them(num_drafts: int) -> None:
     with drafts(num_drafts):
         engine = toy_engine(model=STRICT, num_kv_blocks=14, stop_preempted_request=False)
@@ -144,6 +142,8 @@ def test_greedy_tokens_are_those_without_drafts_for_any_number_of_them(num_draft
     assert engine.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.unoptimised(False)  # compares bytes of prefill and decode
 def test_rejected_drafts_leave_nothing_in_slots_and_blocks() -> None:
     """After every step the state of each sequence is that of its text, to the byte, and so are its next drafts."""
     engine, fresh = drafting_engine(overlap=False), drafting_engine(overlap=False)

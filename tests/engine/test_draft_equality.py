@@ -17,9 +17,10 @@ from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
 from tests.support.agreeing import agreeing_load
 from tests.support.drafting import drafts
-from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
+from tests.support.real_model import MAX_POSITIONS, generate, long_golden_a, requests, what_forward_says
+from tests.support.small_model import write_small_model
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"
 # Pools of 11 blocks: one sequence of max_model_len takes 10, so several of these lengths do not fit together.
 SMALL = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "num_kv_blocks": 11}
@@ -65,7 +66,9 @@ def test_sampled_tokens_are_the_same_one_by_one(drafting: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("greedy", [True, False])
-def test_also_where_drafts_are_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool) -> None:
+def test_tokens_are_the_same_where_drafts_are_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool
+) -> None:
     """Greedy for every number of drafts; sampled with one number in any company."""
     monkeypatch.setattr("deepinfer_jax.engine.loading.load_params", agreeing_load)
     prompts, params = requests(LENGTHS, greedy=greedy)
@@ -105,14 +108,21 @@ def test_batch_invariance_makes_greedy_tokens_exact_in_the_released_precision(
     assert stats["num_preemptions"] > 0 and stats["mean_accepted_length"] > 1.3 and stats["num_wasted_rows"] > 100
 
 
-def test_log_probabilities_of_generated_tokens_are_those_of_scoring_the_text(drafting: LLM) -> None:
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[LLM]:
+    llm = engine(write_small_model(tmp_path / "small", MAX_POSITIONS), 4, max_num_seqs=1)
+    yield llm
+    llm.close()
+
+
+def test_log_probabilities_of_generated_tokens_are_those_of_scoring_the_text(small: LLM) -> None:
     """Rows of drafts against chunks of a prompt. Two cuts of one text differ by 5.5e-6 in logits (golden README)."""
     prompts, params = requests(LENGTHS[:6], greedy=False)
     params = [replace(own, logprobs_mode="raw_logprobs") for own in params]
-    found = drafting.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    found = small.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     texts = [prompt + [output.token_id for output in outputs] for prompt, outputs in zip(prompts, found, strict=True)]
     scoring = [replace(own, prompt_logprobs=True, max_tokens=1) for own in params]
-    scored = drafting.generate(prompt_token_ids=texts, sampling_params=scoring, use_tqdm=False)
+    scored = small.generate(prompt_token_ids=texts, sampling_params=scoring, use_tqdm=False)
     for prompt, generated, outputs in zip(prompts, found, scored, strict=True):
         logprobs = [output.token_logprobs for output in generated]
         assert len(logprobs) >= 40

@@ -12,6 +12,7 @@ from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.engine.resolution import resolve_num_drafts
 from tests.support.drafting import draft_twin, drafts
+from tests.support.marks import slow
 from tests.support.toy import (
     DRAFT_BLOCK,
     EOS,
@@ -26,13 +27,13 @@ from tests.support.toy import (
     toy_engine,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 TABLE = make_table()
 # (prompt length, max_tokens): limits inside a block of drafts, at its edges, and by max_model_len.
 SHAPES = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 12), (9, 13), (17, 20), (30, 20)]
 
 
-@pytest.fixture(scope="module", params=[1, 3, DRAFT_BLOCK])
+@pytest.fixture(scope="module", params=[slow(1), 3, slow(DRAFT_BLOCK)])
 def engine(request: pytest.FixtureRequest, poisoned: None) -> Iterator[LLMEngine]:
     with drafts(request.param):
         engine = toy_engine()
@@ -60,7 +61,8 @@ def verified(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
     return [(output.draft_tok, output.accept_tok) for output in outputs if output.draft_tok]
 
 
-def test_unless_asked_otherwise_an_engine_drafts_a_block_and_never_another_number_than_the_model_can() -> None:
+@pytest.mark.slow
+def test_an_engine_drafts_a_block_unless_asked_for_less() -> None:
     with drafts(None):
         assert toy_engine().limits.num_drafts == DRAFT_BLOCK
         assert [resolve_num_drafts(block, EngineType.NORMAL) for block in (0, 3, 5, 8)] == [0, 3, 5, 5]

@@ -11,10 +11,11 @@ from deepinfer_jax.engine.handover.sequence_state import SequenceState
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
-from tests.support.reuse_traffic import BLOCK, is_idle
+from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.reuse_traffic import BLOCK
 from tests.support.toy import make_table, random_prompt, run, tokens, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 TABLE = make_table()
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -37,7 +38,7 @@ def ask(llm_engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 8) ->
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_prefix_hit_restores_it(overlap: bool) -> None:
+def test_a_prefix_hit_restores_the_dummy_kind(overlap: bool) -> None:
     one = engine(overlap=overlap)
     assert ask(one, [TEXT]) == [0]
     others = [TEXT[:shared] + random_prompt(5, seed=shared) for shared in (3, 4, 11, 12, 27)]
@@ -47,7 +48,7 @@ def test_a_prefix_hit_restores_it(overlap: bool) -> None:
     assert cached == (len(TEXT) + len(answer) - 1) // BLOCK * BLOCK
 
 
-def test_a_preempted_request_finds_it_again() -> None:
+def test_a_preempted_request_finds_the_dummy_kind_again() -> None:
     one = engine()
     ask(one, [random_prompt(10, seed=i) for i in range(6)], max_tokens=20)
     stats = one.stats()
@@ -55,14 +56,14 @@ def test_a_preempted_request_finds_it_again() -> None:
 
 
 @pytest.mark.parametrize("through_a_file", [False, True], ids=["memory", "file"])
-def test_hand_over_takes_it_along(tmp_path: Path, through_a_file: bool) -> None:
+def test_hand_over_takes_the_dummy_kind_along(tmp_path: Path, through_a_file: bool) -> None:
     prompts = [random_prompt(length, seed=length) for length in (1, 3, 4, 5, 17, 31)]
     prompt_engine = engine(engine_type=EngineType.PROMPT)
     completion_engine = engine(engine_type=EngineType.COMPLETION)
     for i, prompt in enumerate(prompts):
         prompt_engine.add_request("u", str(i), PARAMS, prompt)
     first: dict[str, int] = {}
-    while prompt_engine.has_unfinished_requests():
+    for _ in while_unfinished(prompt_engine):
         first |= {output.request_id: output.token_id for output in prompt_engine.step()}
     for name in prompt_engine.computed_requests():
         state = prompt_engine.export_sequence(name)

@@ -14,6 +14,7 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.columns import prefill_columns
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.marks import slow
 from tests.support.toy import (
     EOS,
     IMAGE,
@@ -29,6 +30,8 @@ from tests.support.toy import (
     toy_engine,
 )
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
 
@@ -40,12 +43,12 @@ def test_greedy_equals_the_plain_twin_at_every_chunk_edge(length: int) -> None:
     assert tokens(run(engine)["r"]) == greedy_twin(TABLE, prompt, 6)
 
 
-@pytest.mark.parametrize(("chunk", "chunked"), [(1, True), (3, True), (128, True), (128, False)])
+@pytest.mark.parametrize(("chunk", "chunked"), [(1, True), slow(3, True), (128, True), (128, False)])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_the_twins_for_any_chunk_size_with_and_without_overlap(
     chunk: int, chunked: bool, overlap: bool
 ) -> None:
-    engine = toy_engine(chunk=chunk, chunked_prefill=chunked, overlap=overlap)
+    engine = toy_engine(chunk=chunk, chunked_prefill=chunked, overlap=overlap, max_programs=3)
     prompts = [random_prompt(1 + 5 * i % 33, seed=i) for i in range(14)]
     params = [
         SamplingParams(max_tokens=1 + i % 6, seq_seed=i, **(SAMPLED if i % 2 else {"temperature": 0}))

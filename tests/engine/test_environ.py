@@ -8,6 +8,8 @@ import pytest
 from deepinfer_jax.engine import environ
 from deepinfer_jax.engine.environ import NOT_ON_XLA, NOT_YET, TABLE, Environment
 
+pytestmark = pytest.mark.pure
+
 # DB §2, in its order, with the defaults written there.
 DEEPINFER = """
 ACCELERATOR nvidia | COMPUTE_SUM_SMALLER_PROBS False | JIT_CACHE_DIR None | NCCL_NUM_SMS 32 | USERBUFFER_COMM_SMS 0

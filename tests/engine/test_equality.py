@@ -9,9 +9,10 @@ import pytest
 from deepinfer_jax import LLM
 from deepinfer_jax.engine.environ import env
 from deepinfer_jax.kernels.choice import KernelChoice
-from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
+from tests.support.real_model import MAX_POSITIONS, generate, long_golden_a, requests, what_forward_says
+from tests.support.small_model import write_small_model
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"
 # Pools of 11 blocks: one sequence of max_model_len takes 10, so several of these lengths do not fit together.
 SMALL = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "num_kv_blocks": 11}
@@ -22,7 +23,7 @@ LONG_LENGTHS = [1, 2, 3, 16, 17, 127, 128, 129, 255, 257, 300, 40]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def small_engine(folder: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_the_engine_gives_the_tokens_of_forward_alone_crowded_preempted_or_one_by_one(
+def test_the_engine_gives_the_tokens_of_forward_crowded_or_one_by_one(
     folder: Path, small_engine: LLM, greedy: bool
 ) -> None:
     prompts, params = requests(LENGTHS, greedy=greedy)
@@ -90,6 +91,10 @@ class TestEveryWayToRun:
     """Golden A beyond its 128 positions; each variant compiles programs of its own."""
 
     @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+
+    @pytest.fixture(scope="class")
     def expected(self, folder: Path) -> dict[bool, list[list[int]]]:
         """From an engine that is itself held against `forward`."""
         llm = LLM(folder, precision=PRECISION, decode_sequence=False, **BASE)
@@ -102,7 +107,9 @@ class TestEveryWayToRun:
         return found
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_gives_the_same_tokens(self, folder: Path, expected: dict[bool, list[list[int]]], variant: str) -> None:
+    def test_every_variant_gives_the_same_tokens(
+        self, folder: Path, expected: dict[bool, list[list[int]]], variant: str
+    ) -> None:
         llm = LLM(
             folder,
             precision=PRECISION,

@@ -13,6 +13,8 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.tokenization import ImageInput, ImageLayout, ImagePrompt, ProcessedImage, TextLengthInput
 
+pytestmark = pytest.mark.pure
+
 SIZES = {bytes([number]): number + 1 for number in range(6)}
 steps = st.lists(st.lists(st.sampled_from(sorted(SIZES)), unique=True), max_size=40)
 

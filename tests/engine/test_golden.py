@@ -4,22 +4,17 @@ Golden decode steps are teacher-forced; `golden_token_ids` forces the engine alo
 step's distribution can be compared.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.engine_runs import drain
+from tests.support.golden import log_softmax
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+pytestmark = pytest.mark.real
 
 
 def check_case(folder: str, case: str, *, extra_requests: int) -> None:
@@ -43,10 +38,7 @@ def check_case(folder: str, case: str, *, extra_requests: int) -> None:
         engine.add_request("u", str(row), params, ids[row, :prefill_len])
     for extra in range(extra_requests):
         engine.add_request("u", f"x{extra}", {"max_tokens": 3 + extra, "ignore_eos": True}, ids[0, : 2 + 3 * extra])
-    results: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            results.setdefault(output.request_id, []).append(output)
+    results = drain(engine)
 
     for row in range(batch):
         steps = np.concatenate([data["prefill/logits"][row, -1:], data["decode/logits"][:, row, 0]])

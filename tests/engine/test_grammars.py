@@ -17,10 +17,13 @@ from deepinfer_jax.engine.handover.sequence_state import SequenceState
 from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
-from tests.engine.test_varlen import random_choice, variables
 from tests.support.drafting import drafts
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import EOS, greedy_twin, make_table, random_prompt, run, tokens
 from tests.support.toy_grammar import MARKER, TOKENIZER, constrained_twin, grammar_engine, grammar_parts, text_of
+from tests.support.varlen_engine import random_choice, variables
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 SCHEMA = {
     "type": "array",
@@ -56,11 +59,11 @@ def check_text(name: str, output: list[int]) -> None:
 @pytest.mark.parametrize(
     ("num_drafts", "overlap", "blocks"),
     [
-        (5, True, 22),
+        (0, True, 22),
         *(
             pytest.param(num_drafts, overlap, blocks, marks=pytest.mark.slow)
             for num_drafts, overlap, blocks in (
-                (0, True, 22),
+                (5, True, 22),
                 (0, False, None),
                 (2, True, None),
                 (2, False, 22),
@@ -148,11 +151,9 @@ def test_free_requests_keep_their_pace_beside_a_constrained_one() -> None:
     so_args = {"schema_type": "regex", "schema": "[a-c]*"}
     engine.add_request("user", "bound", greedy(16, so_args=so_args), random_prompt(3))
     came: dict[str, list[int]] = {"free": [], "bound": []}
-    number = 0
-    while engine.has_unfinished_requests():
+    for number in while_unfinished(engine):
         for output in engine.step():
             came[output.request_id].append(number)
-        number += 1
     assert np.diff(came["free"]).tolist() == [1] * 15
     assert set(np.diff(came["bound"]).tolist()) == {2}
 
@@ -193,7 +194,7 @@ class Held:
         monkeypatch.setattr(pool, "compile_grammar", compile_grammar)
 
 
-def test_an_idle_engine_waits_for_a_grammar_without_spinning_and_runs_others_meanwhile(monkeypatch) -> None:
+def test_an_idle_engine_waits_for_a_grammar_without_spinning(monkeypatch) -> None:
     held = Held(monkeypatch)
     engine = grammar_engine()
     engine.add_request("user", "a", greedy(so_args=GRAMMARS["regex"]), random_prompt(3))
@@ -203,7 +204,7 @@ def test_an_idle_engine_waits_for_a_grammar_without_spinning_and_runs_others_mea
         order += [output.request_id for output in engine.step()]
     assert order == ["free"] * 4
     threading.Timer(0.5, held.may.set).start()
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         order += [output.request_id for output in engine.step()]
         steps += 1
     assert order[4:] == ["a"] * (len(order) - 4) and len(order) > 4
@@ -249,7 +250,7 @@ def test_constrained_requests_are_handed_over(num_drafts: int, tmp_path) -> None
         request = f"{name} {number}"
         wanted[request] = constrained_twin(prompt, GRAMMARS[name], 20)
         prompts.add_request("user", request, greedy(so_args=GRAMMARS[name]), prompt)
-    while prompts.has_unfinished_requests():
+    for _ in while_unfinished(prompts):
         for output in prompts.step():
             found[output.request_id] = [output.token_id]
         for request in prompts.computed_requests():

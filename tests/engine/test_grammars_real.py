@@ -10,6 +10,8 @@ from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.embedded import embedded_model
 from tests.support.drafting import drafts
 
+pytestmark = pytest.mark.real
+
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -15,7 +15,6 @@ from deepinfer_jax import (
     EngineArgs,
     EngineType,
     LLMEngine,
-    RequestOutput,
     SamplingParams,
     SequenceState,
     load_config,
@@ -23,7 +22,10 @@ from deepinfer_jax import (
 from deepinfer_jax.checkpoint.tiny import make_tiny
 from deepinfer_jax.engine.handover.sequence_state import StateIdentity
 from deepinfer_jax.tokenization import ImagePrompt, MultimodalProcessor, get_hf_tokenizer
-from tests.support.real_model import GOLDEN_A, long_golden_a
+from tests.support.engine_runs import drain, is_idle
+from tests.support.paths import GOLDEN_A
+from tests.support.real_model import MAX_POSITIONS, long_golden_a
+from tests.support.small_model import write_small_model
 
 SIZES = {
     "precision": "float32_exact",
@@ -35,7 +37,7 @@ SIZES = {
 TEXT = np.random.default_rng(9).integers(3, 192, 160).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=8, ignore_eos=True)
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="sampled")]
 )
@@ -43,7 +45,7 @@ both = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 def small_image_prompt() -> ImagePrompt:
@@ -70,23 +72,10 @@ def engines(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine, LLMEngine]]:
         one.close()
 
 
-def run(llm_engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    results: dict[str, list[RequestOutput]] = {}
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            results.setdefault(output.request_id, []).append(output)
-    return results
-
-
-def is_idle(llm_engine: LLMEngine) -> bool:
-    stats = llm_engine.stats()
-    return stats["free_blocks"] == stats["total_blocks"] and stats["free_slots"] == stats["total_slots"]
-
-
 def unsplit(normal: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         normal.add_request("user", str(i), params, prompt)
-    results = run(normal)
+    results = drain(normal)
     return [[output.token_id for output in results[str(i)]] for i in range(len(prompts))]
 
 
@@ -99,14 +88,14 @@ def split(
 ) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         prompt_engine.add_request("user", str(i), params, prompt)
-    first = run(prompt_engine)
+    first = drain(prompt_engine)
     assert sorted(first) == sorted(prompt_engine.computed_requests())
     for name in prompt_engine.computed_requests():
         assert [output.finished for output in first[name]] == [False]
         completion_engine.import_sequence(carry(prompt_engine.export_sequence(name)))
-    assert is_idle(prompt_engine)
-    rest = run(completion_engine)
-    assert is_idle(completion_engine)
+    assert is_idle(prompt_engine.stats())
+    rest = drain(completion_engine)
+    assert is_idle(completion_engine.stats())
     for name in first:
         assert [output.num_output_tokens for output in first[name] + rest[name]] == list(
             range(1, params.max_tokens + 1)
@@ -161,28 +150,28 @@ def test_more_sequences_than_slots_and_blocks_are_imported_and_preempted(folder:
 def test_what_ends_with_its_first_token_is_not_handed_over(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     _, prompt_engine, _ = engines
     prompt_engine.add_request("user", "short", SamplingParams(max_tokens=1), TEXT[:5])
-    (output,) = run(prompt_engine)["short"]
+    (output,) = drain(prompt_engine)["short"]
     assert (output.finished, output.finish_reason) == (True, "length")
     assert prompt_engine.computed_requests() == []
     with pytest.raises(ValueError, match="short is not a computed prompt"):
         prompt_engine.export_sequence("short")
-    assert is_idle(prompt_engine)
+    assert is_idle(prompt_engine.stats())
 
 
 def test_a_computed_prompt_can_be_aborted(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     _, prompt_engine, _ = engines
     prompt_engine.add_request("user", "gone", GREEDY, TEXT[:20])
-    run(prompt_engine)
+    drain(prompt_engine)
     assert prompt_engine.abort_request("gone") == (1, 21)
-    (output,) = run(prompt_engine)["gone"]
+    (output,) = drain(prompt_engine)["gone"]
     assert output.finish_reason == "abort"
-    assert is_idle(prompt_engine) and prompt_engine.computed_requests() == []
+    assert is_idle(prompt_engine.stats()) and prompt_engine.computed_requests() == []
 
 
 def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LLMEngine]) -> None:
     normal, prompt_engine, completion_engine = engines
     prompt_engine.add_request("user", "a", GREEDY, TEXT[:20])
-    run(prompt_engine)
+    drain(prompt_engine)
     with pytest.raises(ValueError, match=r"NORMAL engine hands nothing over; .*PROMPT"):
         normal.export_sequence("a")
     with pytest.raises(ValueError, match=r"COMPLETION engine .* import_sequence"):
@@ -194,7 +183,7 @@ def test_engines_say_what_they_do_not_do(engines: tuple[LLMEngine, LLMEngine, LL
     completion_engine.import_sequence(state)
     with pytest.raises(ValueError, match="request a is unfinished"):
         completion_engine.import_sequence(state)
-    run(completion_engine)
+    drain(completion_engine)
 
 
 def test_images_of_a_prompt_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
@@ -234,19 +223,19 @@ class TestRefusals:
     @pytest.fixture
     def file(self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], tmp_path: Path) -> Path:
         engines[1].add_request("user", "a", GREEDY, TEXT[:40])
-        run(engines[1])
+        drain(engines[1])
         path = tmp_path / "a.safetensors"
         engines[1].export_sequence("a").save(path)
         return path
 
-    def test_a_file_cut_anywhere(self, file: Path) -> None:
+    def test_a_file_cut_anywhere_is_refused(self, file: Path) -> None:
         contents = file.read_bytes()
         for length in [0, 1, 7, 8, 9, 100, len(contents) // 2, len(contents) - 1]:
             file.write_bytes(contents[:length])
             with pytest.raises(ValueError, match=r"a\.safetensors: not a complete file"):
                 SequenceState.load(file)
 
-    def test_a_file_with_any_byte_changed(self, file: Path) -> None:
+    def test_a_file_with_any_byte_changed_is_refused(self, file: Path) -> None:
         contents = file.read_bytes()
         header = 8 + int.from_bytes(contents[:8], "little")
         with safe_open(file, "numpy") as reader:
@@ -259,7 +248,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"a\.safetensors: (the file is damaged|not a complete file)"):
                 SequenceState.load(file)
 
-    def test_another_kind_of_file(self, tmp_path: Path) -> None:
+    def test_another_kind_of_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             SequenceState.load(tmp_path / "missing")
         (tmp_path / "text").write_text("This is no such file. " * 20)
@@ -269,7 +258,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"weights\.safetensors: a safetensors file, but not of a sequence"):
             SequenceState.load(tmp_path / "weights.safetensors")
 
-    def test_another_version(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_version_of_the_format_is_refused(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("deepinfer_jax.engine.handover.sequence_state.FORMAT_VERSION", 3)
         with pytest.raises(ValueError, match="written in version 2 of the format, this engine reads 3"):
             SequenceState.load(file)
@@ -282,22 +271,26 @@ class TestRefusals:
             ({"tokens_per_block": 32}, "blocks of 16 tokens, this engine has 32"),
         ],
     )
-    def test_another_engine(self, file: Path, folder: Path, options: dict[str, Any], reason: str) -> None:
+    def test_a_state_of_another_engine_is_refused(
+        self, file: Path, folder: Path, options: dict[str, Any], reason: str
+    ) -> None:
         self._refused(engine(folder, EngineType.COMPLETION, **options), file, reason)
 
     @pytest.mark.slow
-    def test_another_cache_format(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_state_in_another_cache_format_is_refused(self, folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         packed = engine(folder, EngineType.PROMPT, precision="float32")
         packed.add_request("user", "a", GREEDY, TEXT[:40])
-        run(packed)
+        drain(packed)
         packed.export_sequence("a").save(path)
         packed.close()
         unpacked = engine(folder, EngineType.COMPLETION, precision="float32", kv_cache_format="unpacked")
         self._refused(unpacked, path, "another layout of the cache: it holds entries.0.codes")
 
     @pytest.mark.slow
-    def test_other_weights_and_another_configuration(self, file: Path, folder: Path, tmp_path: Path) -> None:
+    def test_a_state_of_other_weights_or_another_configuration_is_refused(
+        self, file: Path, folder: Path, tmp_path: Path
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
         make_tiny(tmp_path / "weights", folder / "config.json", seed=1)
         self._refused(engine(tmp_path / "weights", EngineType.COMPLETION), file, "other weights")
@@ -319,7 +312,7 @@ class TestRefusals:
         ],
         ids=["prompt", "num_tokens", "blocks", "slot", "output", "max_tokens", "images"],
     )
-    def test_a_state_that_cannot_go_on_and_those_that_run_do(
+    def test_a_state_that_cannot_go_on_is_refused_and_those_that_run_go_on(
         self, engines: tuple[LLMEngine, LLMEngine, LLMEngine], file: Path, changed: dict[str, Any], reason: str
     ) -> None:
         state, completion_engine = SequenceState.load(file), engines[2]
@@ -327,10 +320,10 @@ class TestRefusals:
         completion_engine.step()
         with pytest.raises(ValueError, match=f"request a: .*{reason}"):
             completion_engine.import_sequence(dataclasses.replace(state, **changed))
-        assert run(completion_engine)["runs"][-1].finish_reason == "length"
+        assert drain(completion_engine)["runs"][-1].finish_reason == "length"
 
     @pytest.mark.slow
-    def test_a_prompt_that_fills_the_importing_engine(self, folder: Path, file: Path) -> None:
+    def test_a_prompt_that_fills_the_importing_engine_is_refused(self, folder: Path, file: Path) -> None:
         for max_model_len in (39, 40):
             shorter = engine(folder, EngineType.COMPLETION, max_model_len=max_model_len)
             self._refused(shorter, file, f"nothing is left to generate: .* max_model_len {max_model_len}")

@@ -16,10 +16,11 @@ from deepinfer_jax.engine.handover.sequence_state import SequenceState
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.reuse_traffic import check, is_idle, texts, wanted
+from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import ToyModel, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 picks = st.integers(0, 1 << 16)
 
@@ -106,7 +107,7 @@ class HandoverTraffic(RuleBasedStateMachine):
         if not hasattr(self, "folder"):
             return
         engines = self.prompt_engine, self.completion_engine
-        while any(engine.has_unfinished_requests() for engine in engines) or self.prompt_engine.computed_requests():
+        for _ in while_unfinished(*engines, also=self.prompt_engine.computed_requests):
             if self.prompt_engine.computed_requests():
                 self.export(0)
             while self.on_the_way:
@@ -115,7 +116,7 @@ class HandoverTraffic(RuleBasedStateMachine):
                 self.step(engine, 1)
         while self.on_the_way:
             self.import_one(0)
-        while self.completion_engine.has_unfinished_requests():
+        for _ in while_unfinished(self.completion_engine):
             self.step(self.completion_engine, 1)
         for engine in engines:
             assert engine.flush_inflight_reqs() == []

@@ -16,6 +16,8 @@ import pytest
 from deepinfer_jax.engine.images.workers import ImageWorkers, PendingImages
 from deepinfer_jax.tokenization import ImageError, ImageInput, ImageLayout, ImagePrompt, ProcessedImage
 
+pytestmark = pytest.mark.pure
+
 LAYOUT = ImageLayout(1, 1, 4, 4, 1, 1, 4)
 IDS = np.asarray([7], np.int32)
 PATIENCE = 60  # seconds after which a test has failed

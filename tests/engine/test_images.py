@@ -13,11 +13,14 @@ from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.structured import pool
-from tests.engine.test_interrupts import Interrupt
 from tests.support.async_toy import read
+from tests.support.engine_runs import while_unfinished
+from tests.support.interrupts import Interrupt
 from tests.support.toy import IMAGE, VOCAB, greedy_twin, make_table, random_prompt, run, tokens, toy_engine
 from tests.support.toy_grammar import TOKENIZER, constrained_twin
 from tests.support.toy_images import HeldProcessor, expanded, image_engine, image_parts, toy_image
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 IDS, TEXT = [5, IMAGE, 6], [5, 9, 6]
@@ -88,7 +91,7 @@ def test_a_request_waits_for_its_images_without_spinning_while_others_run(engine
     assert (stats["num_waiting"], stats["num_requests_awaiting_images"]) == (1, 1)
     threading.Timer(0.3, held(engine).may.set).start()
     outputs = []
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         outputs += engine.step()
         steps += 1
     assert tokens(outputs) == greedy_twin(TABLE, [5, *expanded(), 6], 5)

@@ -17,9 +17,13 @@ from PIL import Image
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.scheduler.chunks import PrefillPolicy
-from tests.engine.test_golden import log_softmax
 from tests.support.drafting import drafts
-from tests.support.real_model import GOLDEN_A, long_golden_a, tokens_of
+from tests.support.engine_runs import drain
+from tests.support.golden import log_softmax
+from tests.support.paths import GOLDEN_A
+from tests.support.real_model import long_golden_a, tokens_of
+
+pytestmark = pytest.mark.real
 
 GOLDEN = np.load(GOLDEN_A / "img.f32nq.npz")
 IDS, PREFILL = GOLDEN["input_ids"][0], int(GOLDEN["prefill_len"])
@@ -96,7 +100,7 @@ def spelled(how: str) -> list[int]:
     return ids + PROMPT[at:]
 
 
-def test_the_golden_prompt_in_every_spelling_beside_text(llm: LLM) -> None:
+def test_every_spelling_of_the_golden_prompt_gives_the_golden_tokens(llm: LLM) -> None:
     compiled = llm.llm_engine.compile_count
     alone = ask(llm, (TEXT, None), params=ALONG)[0]
     kinds = [IMAGES, [Image.fromarray(image) for image in IMAGES], [png(image) for image in IMAGES]]
@@ -163,10 +167,7 @@ def test_damaged_images_end_alone(llm: LLM) -> None:
         requests.append(([5, IMAGE, 6], images(bytes(data[: rng.integers(1, len(data))] if number % 3 else data))))
     for number, (ids, data) in enumerate([(TEXT, None), *requests]):
         llm.llm_engine.add_request("u", str(number), GREEDY, ids, data)
-    found: dict[str, list[RequestOutput]] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            found.setdefault(output.request_id, []).append(output)
+    found = drain(llm.llm_engine)
     check_idle(llm)
     assert tokens_of([found["0"]]) == tokens_of([alone])
     reasons = [found[str(number)][-1].finish_reason for number in range(1, 33)]

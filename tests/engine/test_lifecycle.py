@@ -12,7 +12,10 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.engine.resolution import zero_overhead_scheduling
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import greedy_twin, make_table, random_prompt, run, sampled_twin, tokens, toy_engine
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -49,11 +52,11 @@ def test_an_abort_at_any_moment_gives_one_last_output_and_leaves_the_others_alon
     assert engine.stats()["num_finished"] == ({"length": 2} if finished else {"length": 1, "abort": 1})
 
 
-def test_the_moments_of_that_test_cover_a_request_from_before_its_start_to_after_its_end() -> None:
+def test_a_request_of_the_abort_test_takes_between_six_and_twelve_steps() -> None:
     engine = toy_engine()
     engine.add_request("u", "r", SamplingParams(temperature=0, max_tokens=5), random_prompt(17))
     steps = 0
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         engine.step()
         steps += 1
     assert 6 <= steps < 12

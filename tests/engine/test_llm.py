@@ -11,7 +11,7 @@ from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.toy import EOS, POISON, VOCAB, greedy_twin, make_table
 
-pytestmark = pytest.mark.usefixtures("toy_model")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("toy_model")]
 
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -25,7 +25,7 @@ def make_llm(**kwargs: Any) -> LLM:
     return LLM("toy", **({"max_num_seqs": 4} | kwargs))
 
 
-def test_text_in_text_out_in_the_order_of_the_prompts() -> None:
+def test_texts_come_out_in_the_order_of_the_prompts() -> None:
     prompts = ["AB", "CDEFGHIJKLM", "NO"] * 4  # ids 10 and 9 would swap in alphabetic order
     texts = make_llm().generate(prompts, GREEDY, use_tqdm=False)
     assert texts == [letters(greedy_twin(TABLE, [ord(c) - 48 for c in p], 5)) for p in prompts]

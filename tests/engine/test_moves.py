@@ -11,6 +11,8 @@ from tests.support.driven import CHUNK, TOKENS_PER_BLOCK, Driven, Row
 from tests.support.dummy_kind import dummy_kind_twin
 from tests.support.toy import make_table, random_prompt, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 LENGTHS = [1, 3, 4, 5, 8, 9, 16, 20]
 
 
@@ -159,6 +161,7 @@ def test_masks_are_written_to_their_slots_and_nowhere_else() -> None:
     assert donated.alias_size_in_bytes == kept.nbytes  # in place
 
 
+@pytest.mark.slow
 def test_each_data_index_moves_its_own_pools() -> None:
     found = run_child("two_devices_moves")
     assert found["moved"] == found["stayed"]

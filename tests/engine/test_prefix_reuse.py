@@ -9,7 +9,8 @@ import pytest
 
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.engine.environ import env
-from tests.support.real_model import generate, long_golden_a, tokens_of, what_forward_says
+from tests.support.real_model import MAX_POSITIONS, generate, tokens_of, what_forward_says
+from tests.support.small_model import write_small_model
 
 PRECISION = "float32_exact"
 SIZES = {"precision": PRECISION, "max_num_seqs": 4, "max_model_len": 640, "decode_sequence": False}
@@ -18,7 +19,7 @@ RNG = np.random.default_rng(4)
 TEXT = RNG.integers(3, 192, 600).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seq_seed=5, max_tokens=6, ignore_eos=True)
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("poisoned")]
 # Engines compile and compute for seconds: sampling comes with the slow tests, hand-over's greedy ones as well.
 both = pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow)]
@@ -27,7 +28,7 @@ both = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_golden_a(tmp_path_factory.mktemp("models") / "a")
+    return write_small_model(tmp_path_factory.mktemp("models") / "small", MAX_POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,7 @@ def test_a_prompt_that_was_computed_whole_computes_at_least_one_token(
         assert ask(llm, [TEXT[:length]], params) == (expected, [cached])
 
 
+@pytest.mark.slow
 def test_a_hit_gives_the_tokens_of_forward_alone(folder: Path, llm: LLM) -> None:
     ask(llm, [TEXT], SAMPLED)
     prompt = parted(300)

@@ -19,6 +19,8 @@ from deepinfer_jax.tokenization import ImageError, ImagePrompt
 from tests.support.async_toy import read
 from tests.support.toy import MAX_POSITIONS, VOCAB, run, toy_engine, toy_parts
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 RULES = RequestRules(
     vocab_size=VOCAB,
     lengths=Limits(

@@ -14,6 +14,8 @@ from deepinfer_jax.model.bounded_replay import Replay
 from tests.support.real_model import generate, long_golden_a, requests
 from tests.support.toy import toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 KEEP = 20  # golden A's window is 16
 LENGTHS = [1, 15, 16, 17, 19, 20, 21, 33, 37, 64, 100, 117]
 SMALL = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "precision": "float32_exact"}
@@ -44,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_both_modes_give_the_same_tokens_crowded_and_preempted_and_others_than_the_exact_model(
-    folder: Path, replaying: Replaying
-) -> None:
+def test_both_modes_give_the_same_tokens_crowded_and_preempted(folder: Path, replaying: Replaying) -> None:
     """A preempted sequence counts its kept tokens from its new end, in both modes alike."""
     found = {}
     for mode in ("off", "mask", "compact"):

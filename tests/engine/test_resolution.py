@@ -25,6 +25,8 @@ from tests.support.toy import MAX_POSITIONS, greedy_twin, make_table, random_pro
 from tests.support.toy_grammar import constrained_twin, grammar_engine
 from tests.support.varlen_engine import variables
 
+pytestmark = pytest.mark.pure
+
 DRAFT_BLOCK = 5
 MODEL = parse_config(TINY)
 RELEASED = parse_config(json.loads((Path(__file__).parents[1] / "configs" / "released.json").read_text()))

@@ -8,28 +8,12 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.engine.requests.outputs import RequestOutput, token_output
-from deepinfer_jax.engine.requests.request import Request
 from deepinfer_jax.engine.requests.results import keep_prompt_logprobs, token_outputs
-from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.runtime.step_result import StepResult
-from deepinfer_jax.scheduler import Sequence, SequenceStatus
+from deepinfer_jax.scheduler import SequenceStatus
+from tests.support.sequences import EOS, running_sequence
 
-EOS = 1
-
-
-def running(name: str, output: list[int], **params: Any) -> Sequence:
-    sequence = Sequence(
-        seq_id=0,
-        request_id=name,
-        prompt_token_ids=np.asarray([4, 5, 6], np.int32),
-        max_tokens=9,
-        eos_id=EOS,
-        max_model_len=40,
-        request=Request(SamplingParams(**params), seed=0),
-    )
-    sequence.status = SequenceStatus.RUNNING
-    sequence.output_token_ids += output
-    return sequence
+pytestmark = pytest.mark.pure
 
 
 def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
@@ -45,7 +29,7 @@ def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
 
 def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> None:
     """Two verified drafts: all accepted; one rejected; all but cut short by EOS; not finite at once, or later."""
-    sequences = [running(name, [7]) for name in ("all", "one", "ends", "bad", "late")]
+    sequences = [running_sequence(name, [7]) for name in ("all", "one", "ends", "bad", "late")]
     sequences[1].output_token_ids.append(7)
     tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0], [51, 0, 0]]
     emitted = [
@@ -108,7 +92,7 @@ def test_the_quick_way_to_an_output_gives_what_the_constructor_gives() -> None:
 
 
 def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
-    sequences = [running("two", [7], top_logprobs=2), running("none", [7])]
+    sequences = [running_sequence("two", [7], top_logprobs=2), running_sequence("none", [7])]
     emitted = [(row, sequence.append_tokens([5, 6])) for row, sequence in enumerate(sequences)]
     top = np.arange(2 * 2 * 8, dtype=np.int32).reshape(2, 2, 8)
     step: Any = SimpleNamespace(sequences=sequences)
@@ -122,9 +106,9 @@ def test_each_request_has_its_own_length_of_the_list_of_likely_tokens() -> None:
 
 def test_log_probabilities_of_the_prompt_are_kept_once_whatever_is_computed_again() -> None:
     """Chunks of a prompt of 9: [0, 4), then preempted; [0, 3), [3, 6) again; the last one, [6, 9)."""
-    sequence = running("r", [], prompt_logprobs=True)
+    sequence = running_sequence("r", [], prompt_logprobs=True)
     sequence.prompt_token_ids = np.arange(9, dtype=np.int32)
-    other = running("other", [])
+    other = running_sequence("other", [])
 
     def chunk(start: int, count: int, dropped: bool = False) -> None:
         logprobs = np.full((2, 4), np.nan, np.float32)

@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.reuse_traffic import check, is_idle, texts, wanted
+from tests.support.engine_runs import is_idle, while_unfinished
+from tests.support.marks import slow
+from tests.support.reuse_traffic import check, texts, wanted
 from tests.support.toy import MAX_POSITIONS, ToyModel, toy_engine
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised, pytest.mark.usefixtures("poisoned")]
 
 STATE_BYTES = 4  # of the toy's slot
 picks = st.integers(0, 1 << 16)
@@ -127,7 +129,7 @@ class ReuseTraffic(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        while engine.has_unfinished_requests():
+        for _ in while_unfinished(engine):
             self.take(engine.step)
         self.take(engine.flush_inflight_reqs)
         self.take(engine.step)  # the scheduler's word on requests that a broken step has ended
@@ -151,8 +153,8 @@ class ReuseTraffic(RuleBasedStateMachine):
         engine.close()
 
 
-@pytest.mark.parametrize("stop_preempted_request", [False, True])
-def test_a_request_has_its_own_tokens_whatever_was_restored_evicted_preempted_aborted_or_lost(
+@pytest.mark.parametrize("stop_preempted_request", [slow(False), True])
+def test_a_request_has_its_own_tokens_whatever_befalls_it_and_its_neighbours(
     stop_preempted_request: bool,
 ) -> None:
     seen = ReuseTraffic.seen = Counter()

@@ -6,6 +6,8 @@ from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.sampler_options import sampler_options
 from deepinfer_jax.sampling import NO_OPTIONS
 
+pytestmark = pytest.mark.pure
+
 NAMES = ("DECODE_TOKEN_BLACKLIST", "SAMPLER_FORCE_TOPK", "COMPUTE_SUM_SMALLER_PROBS")
 
 
@@ -54,7 +56,7 @@ def test_another_blacklist_is_refused(environment, text: str, sentence: str) -> 
         sampler_options(16)
 
 
-def test_the_other_two(environment) -> None:
+def test_force_top_k_and_the_sum_of_smaller_probabilities_are_read(environment) -> None:
     environment("SAMPLER_FORCE_TOPK", "40")
     environment("COMPUTE_SUM_SMALLER_PROBS", "1")
     options = sampler_options(16)

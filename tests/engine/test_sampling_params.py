@@ -9,6 +9,8 @@ import pytest
 
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.pure
+
 
 def test_defaults_are_deepinfers() -> None:
     params = SamplingParams()

@@ -16,6 +16,8 @@ from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_ids, ans
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.sampling import plain_rows, sample
 from tests.support.drafting import drafts
+from tests.support.engine_runs import while_unfinished
+from tests.support.marks import slow
 from tests.support.toy import (
     EOS,
     VOCAB,
@@ -27,6 +29,8 @@ from tests.support.toy import (
     tokens,
     toy_engine,
 )
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -102,7 +106,8 @@ def test_requests_with_any_rules_have_the_tokens_of_the_twin(overlap: bool) -> N
     assert engine.compile_count == compiled
 
 
-def test_greedy_requests_with_any_rules_have_the_same_tokens_and_log_probabilities_with_drafts() -> None:
+@pytest.mark.slow
+def test_greedy_requests_with_any_rules_give_the_same_with_drafts() -> None:
     """Also of a preempted one, in the middle of a block, and where a stop cuts what was accepted."""
     rng = np.random.default_rng(4)
     texts = [random_prompt(int(rng.integers(1, 16)), seed) for seed in range(40)]
@@ -136,7 +141,7 @@ def test_a_request_goes_on_by_its_rules_in_another_engine(tmp_path: Path) -> Non
     results: dict[str, list[int]] = {name: [] for name in wanted}
     for name, (prompt, params) in wanted.items():
         prompts.add_request("u", name, params, prompt)
-    while prompts.has_unfinished_requests():
+    for _ in while_unfinished(prompts):
         for output in prompts.step():
             results[output.request_id].append(output.token_id)
         for name in prompts.computed_requests():
@@ -164,7 +169,7 @@ def test_a_stop_id_ends_a_request_also_when_eos_is_ignored() -> None:
     assert answer_ids(outputs) == tokens(outputs)[:-1]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("num_drafts", [0, slow(4)])
 def test_a_stop_text_ends_a_request_and_its_text_but_not_its_ids(num_drafts: int) -> None:
     prompt = random_prompt(5)
     free = greedy_twin(TABLE, prompt, 8)
@@ -205,7 +210,7 @@ def test_raw_log_probabilities_are_the_models_also_of_the_prompt() -> None:
     assert max(abs(a.token_logprobs - b.token_logprobs) for a, b in zip(raw, processed, strict=True)) > 0.1
 
 
-def test_ids_outside_the_vocabulary_drop_a_request_and_several_completions_are_refused() -> None:
+def test_ids_outside_the_vocabulary_and_several_completions_are_refused() -> None:
     engine = toy_engine()
     assert engine.add_request("u", "r", SamplingParams(logit_bias={VOCAB: 1.0}), [5]) is None
     assert engine.add_request("u", "r", SamplingParams(stop_token_ids=[VOCAB]), [5]) is None

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.children import run_child
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2x1", "1x4", "2x2"])

@@ -30,6 +30,8 @@ from tests.support.toy import (
     write_rows,
 )
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 TABLE = make_table()
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 

@@ -15,6 +15,8 @@ from deepinfer_jax.engine.metrics.stats import EngineStats, log_line
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from tests.support.toy import random_prompt, run, tokens, toy_engine
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 PHASES = ("schedule", "launch", "wait", "process")
 
 

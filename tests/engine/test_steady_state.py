@@ -7,7 +7,10 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import random_prompt, toy_engine
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 
 def test_a_steady_decode_step_sends_at_most_64_bytes_per_sequence() -> None:
@@ -45,7 +48,7 @@ def test_ten_thousand_requests_leave_less_than_a_kilobyte_each() -> None:
             engine.add_request("u", str(i), how, random_prompt(int(rng.integers(1, 12)), i))
             if i % 50 == 0:
                 engine.abort_request(str(i))
-        while engine.has_unfinished_requests():
+        for _ in while_unfinished(engine):
             engine.step()
         if first >= 1000:
             counts.append(first)

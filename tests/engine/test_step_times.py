@@ -9,6 +9,8 @@ import pytest
 from deepinfer_jax.engine.drafts.step_times import decode_times
 from deepinfer_jax.scheduler import Bucket
 
+pytestmark = pytest.mark.pure
+
 BUCKETS = [Bucket(2, 4, 8), Bucket(4, 4, 8)]
 
 

@@ -1,10 +1,13 @@
 """Stop texts over a byte-level tokenizer: characters and stops cut anywhere."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.engine.requests.outputs import RequestOutput, answer_text
 from deepinfer_jax.engine.requests.stop_texts import StopTexts
+
+pytestmark = pytest.mark.pure
 
 
 def decode(ids: list[int]) -> str:

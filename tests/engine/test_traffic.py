@@ -10,7 +10,10 @@ import pytest
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.engine_runs import while_unfinished
 from tests.support.toy import greedy_twin, make_table, random_prompt, sampled_twin, toy_engine
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 
@@ -77,7 +80,7 @@ class Traffic:
             self.take(self.engine.step)
 
     def finish(self) -> None:
-        while self.engine.has_unfinished_requests():
+        for _ in while_unfinished(self.engine):
             self.take(self.engine.step)
         self.take(self.engine.flush_inflight_reqs)
 

@@ -10,11 +10,13 @@ from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import DraftPolicy
-from tests.engine.test_data_parallel import served
+from tests.support.children import served
 from tests.support.dummy_kind import DummyKindModel, dummy_kind_twin
 from tests.support.toy import greedy_twin, history_logits, make_table, random_prompt, run, tokens
 from tests.support.toy_grammar import constrained_twin, grammar_parts
 from tests.support.varlen_engine import DRAFTS, random_choice, variables, varlen_engine
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 TABLE = make_table()
 
@@ -45,7 +47,7 @@ def test_greedy_answers_are_those_without_drafts(choose: str, overlap: bool) -> 
 
 
 @pytest.mark.slow
-def test_the_same_under_preemption_and_without_chunks() -> None:
+def test_preemption_and_whole_prompts_change_no_greedy_answer() -> None:
     engine = varlen_engine(choose="random", num_kv_blocks=14, stop_preempted_request=False)
     answers = ask(engine, temperature=0)
     assert engine.stats()["num_preemptions"] > 0

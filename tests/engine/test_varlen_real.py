@@ -8,7 +8,7 @@ from deepinfer_jax import LLM
 from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
 from tests.support.varlen_engine import random_choice, variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned")]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.usefixtures("poisoned")]
 PRECISION = "float32_exact"  # no rounding can flip a token
 SIZES = {"max_num_seqs": 4, "max_model_len": 160, "tokens_per_block": 16, "num_kv_blocks": 11}
 

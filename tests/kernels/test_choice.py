@@ -14,6 +14,8 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.kernels.sparse_attention.shapes import RELEASED_DECODE
 
+pytestmark = pytest.mark.toy
+
 
 @dataclass(frozen=True)
 class Device:

@@ -16,6 +16,9 @@ from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.sparse_attention import PackedEntries, sparse_attention, triton
 from deepinfer_jax.kernels.sparse_attention.shapes import SMALL, Shape
 from tests.support.attention_oracle import brute_force
+from tests.support.marks import slow
+
+pytestmark = pytest.mark.toy
 
 CHOICES = {"reference": KernelChoice(), "triton": KernelChoice(sparse_attention="triton", interpret=True)}
 
@@ -64,9 +67,11 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 class TestEveryImplementation:
-    @pytest.mark.parametrize(("packed", "dtype"), [(True, "bfloat16"), (True, "float32"), (False, "float32")])
+    @pytest.mark.parametrize(("packed", "dtype"), [(True, "bfloat16"), slow(True, "float32"), (False, "float32")])
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-    def test_equals_the_brute_force(self, implementation: str, shape: Shape, packed: bool, dtype: str) -> None:
+    def test_attention_equals_the_brute_force(
+        self, implementation: str, shape: Shape, packed: bool, dtype: str
+    ) -> None:
         shape = replace(shape, packed=packed, dtype=dtype)
         arguments = shape.random_arguments()
         expected = brute_force(arguments, **shape.options | {"round_probabilities": False})
@@ -193,7 +198,7 @@ class TestEveryImplementation:
 
 
 class TestReference:
-    @pytest.mark.parametrize("time", [32, 33, 100])
+    @pytest.mark.parametrize("time", [32, 33, slow(100)])
     @pytest.mark.parametrize("entries", [6, 50], ids=["dense", "gather"])
     def test_a_banded_prefill_equals_the_brute_force_at_every_tile_edge(self, time: int, entries: int) -> None:
         shape = Shape("prefill", 2, time, 2, 32, 7, 7 + time, entries, 6, dtype="float32", banded=True)
@@ -269,7 +274,7 @@ class TestReference:
         assert (np.asarray(gradients[0])[0, 0] == 0).all() and (np.asarray(gradients[0])[1] == 0).all()
 
     @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-    def test_lowers_for_every_platform(self, platform: str) -> None:
+    def test_attention_lowers_for_every_platform(self, platform: str) -> None:
         shape = replace(TINY, dtype="bfloat16")
         traced = jax.jit(functools.partial(sparse_attention, **shape.options)).trace(*shape.abstract_arguments())
         assert "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()

@@ -21,6 +21,8 @@ from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from tests.support.golden import model
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 Array = npt.NDArray[Any]
 
 INVARIANT = KernelChoice(batch_invariant=True)
@@ -127,7 +129,9 @@ def check(name: str, precision: str, way: Way) -> None:
     "precision",
     ["reference", *(pytest.param(other, marks=pytest.mark.slow) for other in ("float32", "float32_exact", "bf16"))],
 )
-@pytest.mark.parametrize("way", FEW_WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way == FEW_WAYS[1] else []) for way in FEW_WAYS], ids=str
+)
 def test_a_row_has_the_same_bits_however_it_is_fed(way: Way, precision: str) -> None:
     check("small", precision, way)
 
@@ -146,6 +150,7 @@ def test_a_row_of_golden_a_has_the_same_bits_however_it_is_fed(way: Way, precisi
     check("A_s28", precision, way)
 
 
+@pytest.mark.slow
 def test_batch_invariance_changes_results_by_rounding_only() -> None:
     """Without quantisers, which turn a rounding into a step. The same sums in other orders differ by 2e-6 here; 2e-5 is
     what two implementations are allowed (test_continuation.py)."""
@@ -155,6 +160,7 @@ def test_batch_invariance_changes_results_by_rounding_only() -> None:
         assert np.abs(outputs[name] - wanted).max() < 2e-5 * np.abs(wanted).max(), name
 
 
+@pytest.mark.slow
 def test_drafts_have_the_same_bits_in_any_batch() -> None:
     config, params = weights("small", "reference")
     found = []

@@ -22,8 +22,11 @@ from deepinfer_jax.model.bounded_replay import Mode, Replay, first_consumer, rep
 from deepinfer_jax.model.embedding import END_PLACE, NEWLINE_PLACE, START_PLACE, TEXT_PLACE
 from deepinfer_jax.model.probe import Probe
 from deepinfer_jax.runtime.paged_model import Advanced, PagedModel, StepBatch
-from tests.support.golden import GOLDEN
+from tests.support.marks import slow
+from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
+
+pytestmark = pytest.mark.real
 
 WINDOW = small_config().text.sliding_window
 KEEP = WINDOW + 4
@@ -36,7 +39,7 @@ INVARIANT, PLAIN = KernelChoice(batch_invariant=True), KernelChoice()
 LENGTHS = (1, WINDOW, KEEP - 1, KEEP, KEEP + 1, CHUNK + KEEP)
 LONGER = (KEEP + WINDOW - 1, KEEP + WINDOW, CHUNK, CHUNK + 1, 2 * CHUNK, 93)
 WAYS = {"at once": CHUNK, "in chunks of 7": 7, f"in chunks of {WINDOW}": WINDOW, f"in chunks of {KEEP}": KEEP}
-RELEASED = parse_config(json.loads((GOLDEN.parent / "configs" / "released.json").read_text())).text
+RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text())).text
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -177,7 +180,7 @@ def test_compact_gives_the_bits_of_mask_in_the_kept_rows_however_prompts_are_cut
 
 
 @pytest.mark.slow
-def test_compact_gives_the_bits_of_mask_after_steps_in_which_no_row_or_only_some_keep_anything() -> None:
+def test_compact_gives_the_bits_of_mask_after_steps_in_which_few_rows_keep_anything() -> None:
     """Chunks of 32: at the start of both prompts nothing is kept, and on at most one of them from the second on."""
     lengths = (93, 2 * CHUNK)
     masked, compact = run("mask", lengths), run("compact", lengths)
@@ -232,7 +235,7 @@ def test_what_is_approximate_differs_and_what_is_not_does_not() -> None:
         assert same_bits(ours[last], wanted[last]) == (length <= KEEP), length
 
 
-@pytest.mark.parametrize("mode", [pytest.param("mask", marks=pytest.mark.slow), "compact"])
+@pytest.mark.parametrize("mode", [slow("mask"), slow("compact")])
 def test_a_prompt_that_is_kept_whole_is_exact(mode: Mode) -> None:
     exact, replayed = run(None), run(mode, keep=max(LENGTHS))
     for ours, wanted in zip(replayed.hidden, exact.hidden, strict=True):

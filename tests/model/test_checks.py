@@ -14,6 +14,8 @@ from deepinfer_jax.model.checks import check_inputs
 from tests.support.golden import Array, model
 from tests.support.small_model import small_config, small_params
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 EXACT = "float32_exact"
 VOCAB = small_config().text.vocab_size
 HIDDEN = small_config().text.hidden_size
@@ -186,7 +188,7 @@ def test_what_stands_in_the_padding_does_not_matter() -> None:
         assert np.array_equal(mine, theirs)
 
 
-def test_no_image_rows_for_a_chunk_without_images() -> None:
+def test_a_chunk_without_images_takes_no_image_rows() -> None:
     """A chunked prompt slices its features; most chunks get none."""
     output = forward(
         small_params(EXACT), small_config(), TOKENS, token_types=TEXT, image_embeds=features(0), precision=EXACT

@@ -15,6 +15,9 @@ import pytest
 from deepinfer_jax import Cache, ForwardOutput, ModelConfig, Params, forward, init_cache
 from deepinfer_jax.kernels.sparse_attention import PackedEntries
 from tests.support.golden import LAYER_KEYS, Array, Case, as_float32, model, same_picks, worst
+from tests.support.marks import slow
+
+pytestmark = pytest.mark.real
 
 LONGEST = 40
 ROWS = np.arange(1, LONGEST + 1)  # length of each row
@@ -132,7 +135,7 @@ def assert_same_cache(found: Cache, wanted: Cache, config: ModelConfig) -> None:
 
 
 # B's schedule differs (reindexing at ratio 2, padded candidate blocks), its programs cost as much again.
-folders = pytest.mark.parametrize("folder", ["A_s28", pytest.param("B_s15", marks=pytest.mark.slow)])
+folders = pytest.mark.parametrize("folder", ["A_s28", slow("B_s15")])
 
 
 @folders
@@ -143,7 +146,7 @@ def test_a_prefix_has_the_golden_logits_of_the_whole_prompt(folder: str) -> None
 
 
 @folders
-@pytest.mark.parametrize(("chunk", "width"), [(1, 1), (1, 8), (2, 8), (3, 8), (8, 8)])
+@pytest.mark.parametrize(("chunk", "width"), [slow(1, 1), (1, 8), (2, 8), (3, 8), (8, 8)])
 def test_chunks_equal_one_prefill_at_every_length(folder: str, chunk: int, width: int) -> None:
     """Width 8 with fewer tokens is padding on the right; width 1 is decode."""
     config, _ = model(folder, "float32_exact")
@@ -204,7 +207,7 @@ def image_chunk(
     )
 
 
-@pytest.mark.parametrize(("chunk", "width"), [(1, 1), pytest.param(5, 8, marks=pytest.mark.slow), (8, 8)])
+@pytest.mark.parametrize(("chunk", "width"), [slow(1, 1), slow(5, 8), (8, 8)])
 def test_chunk_borders_inside_images_change_nothing(chunk: int, width: int) -> None:
     """The spans stand at 5…12 and 22…25 (golden README), so that chunks of 1, 5 and 8 cut both."""
     config, params = model("A_s28", "float32_exact")

@@ -13,6 +13,9 @@ from deepinfer_jax.kernels.experts import ascending, ordered_sum, reference
 from deepinfer_jax.kernels.formats import fake_quant_fp8
 from deepinfer_jax.kernels.quantized_linear import dequantize
 from deepinfer_jax.kernels.weights import Fp4Weight
+from tests.support.marks import slow
+
+pytestmark = pytest.mark.real
 
 Array = npt.NDArray[Any]
 
@@ -20,7 +23,7 @@ HIDDEN, INNER, LIMIT = 64, 96, 10.0
 # tokens, experts per token, experts, share of pairs that belong to nobody here
 CASES = [
     (33, 2, 11, 0.2),
-    (5, 1, 1, 0.0),
+    slow((5, 1, 1, 0.0)),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in [(1, 2, 8, 0.0), (7, 3, 8, 0.3), (120, 5, 5, 0.0), (90, 1, 3, 0.5)]

@@ -16,13 +16,16 @@ from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model.embedding import embed_tokens, merge_images, places_of
 from tests.support.blocks import run_blocks
 from tests.support.golden import MODES, Array, Case, as_float32, model, same_picks, visible_entries, worst
+from tests.support.marks import slow
 from tests.support.replay import cache_array
+
+pytestmark = pytest.mark.real
 
 LOW = [
     Case("A_s28", "short", "fp8"),
-    Case("A_s28", "short", "bf16"),
-    Case("B_s15", "blong", "fp8"),
-    pytest.param(Case("A_s28", "long", "fp8"), marks=pytest.mark.slow),
+    slow(Case("A_s28", "short", "bf16")),
+    slow(Case("B_s15", "blong", "fp8")),
+    slow(Case("A_s28", "long", "fp8")),
 ]
 WIDE = [
     Case("A_s28", "short", "f32"),

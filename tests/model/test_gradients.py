@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,20 +15,19 @@ import deepinfer_jax.model.attention
 import deepinfer_jax.model.indexer
 from deepinfer_jax import ModelConfig, Params, forward, load_config, load_params
 from deepinfer_jax.model.forward import _forward
+from tests.support.paths import GOLDEN_A
 
-pytestmark = pytest.mark.slow
-
-FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return load_config(FOLDER)
+    return load_config(GOLDEN_A)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
-    return np.load(FOLDER / "short.f32nq.npz")["input_ids"]
+    return np.load(GOLDEN_A / "short.f32nq.npz")["input_ids"]
 
 
 def loss_of(logits: jax.Array) -> jax.Array:
@@ -69,7 +67,7 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 
 @pytest.fixture(scope="module")
 def exact(config: ModelConfig, tokens: np.ndarray) -> tuple[Params, Any]:
-    params = load_params(FOLDER, config, precision="float32_exact")
+    params = load_params(GOLDEN_A, config, precision="float32_exact")
     return params, gradient(params, config, tokens, "float32_exact")[1]
 
 
@@ -144,7 +142,7 @@ def identity_plus_constant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def straight_through(config: ModelConfig, tokens: np.ndarray) -> tuple[Params, Any, Any]:
-    params = load_params(FOLDER, config, precision="float32")
+    params = load_params(GOLDEN_A, config, precision="float32")
     return (params, *gradient(params, config, tokens, "float32"))
 
 

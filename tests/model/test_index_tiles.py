@@ -17,6 +17,8 @@ from deepinfer_jax.model.backbone import hidden_states
 from deepinfer_jax.model.probe import Probe
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 BATCH, TIME = 2, 31  # at ratio 1 more entries than picks, and more blocks than candidates
 PICKS = tuple(f"layers.{layer}.attention.index_picks" for layer in (1, 2, 3))
 
@@ -78,6 +80,7 @@ def test_gradients_pass_by_the_picks_of_tiles() -> None:
     assert np.array_equal(jax.grad(loss)(x), np.where(x >= second, 2 * x, 0))
 
 
+@pytest.mark.slow
 def test_temporaries_of_a_long_context_are_less_than_the_scores_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     context, time = 1 << 16, 64
     monkeypatch.setattr(indexer, "PRODUCT_BYTES", 1 << 16)

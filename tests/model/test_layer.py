@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from deepinfer_jax import forward, init_cache
 from deepinfer_jax.cache.dense import Cache, DenseView
@@ -19,6 +20,8 @@ from deepinfer_jax.model.carry import Carry
 from deepinfer_jax.model.context import ForwardContext
 from deepinfer_jax.model.probe import Probe
 from tests.support.small_model import small_config, small_params
+
+pytestmark = pytest.mark.real
 
 PRECISION = "float32_exact"
 TOKENS = np.random.default_rng(0).integers(3, 180, (2, 7))

@@ -11,9 +11,12 @@ from deepinfer_jax import Params, draft, forward, init_cache, load_config
 from deepinfer_jax.checkpoint.folder import CheckpointFolder
 from deepinfer_jax.checkpoint.leaves import Leaf, build_leaf, leaf_form
 from deepinfer_jax.weights.layout import ParamSpec, layout
-from tests.support.golden import GOLDEN, MODES
+from tests.support.golden import MODES
+from tests.support.marks import slow
+from tests.support.paths import GOLDEN_A
 
-FOLDER = GOLDEN / "A_s28"
+pytestmark = pytest.mark.real
+
 BATCH, PROMPT = 2, 6
 
 
@@ -36,7 +39,7 @@ def abstract_params(folder: Path, precision: str, platform: str) -> Params:
 
 def generate(params: Params, tokens: jax.Array, lengths: jax.Array, roles: jax.Array, images: jax.Array) -> jax.Array:
     """A prefill with images, one decode step and a draft: every path of the forward pass in one program."""
-    config, precision = load_config(FOLDER), params.precision
+    config, precision = load_config(GOLDEN_A), params.precision
     cache = init_cache(config, BATCH, 2 * PROMPT, precision=precision)
     first = forward(
         params,
@@ -57,14 +60,18 @@ def generate(params: Params, tokens: jax.Array, lengths: jax.Array, roles: jax.A
 @pytest.mark.parametrize(
     ("precision", "stored_for"),
     # The float32 precisions hold float32 on every platform.
-    [*((precision, "cpu") for precision in MODES), ("reference", "gpu"), ("bf16", "gpu")],
+    [
+        *((precision, "cpu") if precision == "reference" else slow(precision, "cpu") for precision in MODES),
+        ("reference", "gpu"),
+        slow("bf16", "gpu"),
+    ],
 )
 def test_prefill_decode_and_draft_lower_for_cuda_and_tpu(precision: str, stored_for: str) -> None:
     """With parameters as on a CPU (decoded once) and as on an accelerator (in storage format)."""
-    config = load_config(FOLDER)
+    config = load_config(GOLDEN_A)
     integers = jax.ShapeDtypeStruct((BATCH, PROMPT), jnp.int32)
     traced = jax.jit(generate).trace(
-        abstract_params(FOLDER, precision, stored_for),
+        abstract_params(GOLDEN_A, precision, stored_for),
         integers,
         jax.ShapeDtypeStruct((BATCH,), jnp.int32),
         integers,

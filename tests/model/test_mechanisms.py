@@ -30,6 +30,8 @@ from deepinfer_jax.tokenization import engram_multipliers, engram_primes
 from deepinfer_jax.tokenization.engram_hash import DEAD, ngram_rows, ngram_windows
 from deepinfer_jax.weights.params import Engram, Experts, HyperConnection, Indexer, MoE
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 Array = npt.NDArray[Any]
 
 
@@ -92,7 +94,7 @@ def test_the_gradient_of_router_scores_is_finite_and_right_everywhere() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-8, 1e-10, 1e-12])
 @pytest.mark.parametrize("eps", [1e-20, 1e-6])
-def test_rms_norm_of_tiny_rows(size: float, eps: float) -> None:
+def test_rms_norm_of_tiny_rows_is_that_of_float64(size: float, eps: float) -> None:
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(64) * size).astype(np.float32), rng.standard_normal(64).astype(np.float32)
     wide = x.astype(np.float64)

@@ -12,6 +12,8 @@ from deepinfer_jax import draft, forward, init_cache, init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import ModelConfig, parse_config
 
+pytestmark = pytest.mark.real
+
 TOKENS = np.array([[1, 2, 3]])
 
 

@@ -20,6 +20,8 @@ from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.tokenization import engram_primes
 from tests.support.golden import same_picks, worst
 
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
+
 Array = npt.NDArray[Any]
 
 # What the golden figures allow to another order of the same fp32 sums (golden README: 5.5e-6 in chunks), with room

@@ -15,6 +15,8 @@ from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from tests.support.small_model import small_config, small_params
 from tests.support.stepping import Stepping
 
+pytestmark = pytest.mark.real
+
 DATA, SEQUENCES, DRAFTS = 2, 2, 3
 ROWS = 6  # of a packed step, per dp rank: fewer than SEQUENCES * (1 + DRAFTS)
 SHAPE = CacheShape(data=DATA, slots=3, blocks=26, tokens_per_block=8, num_drafts=DRAFTS)

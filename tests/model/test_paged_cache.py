@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +22,15 @@ from deepinfer_jax.kernels.formats import fake_quant_fp8, pack_fp8, unpack_fp8
 from deepinfer_jax.model.backbone import hidden_states
 from deepinfer_jax.model.forward import compute_logits
 from deepinfer_jax.model.probe import Probe
+from tests.support.paths import RELEASED_CONFIG
 from tests.support.small_model import small_config, small_params
+
+pytestmark = pytest.mark.real
 
 TOKENS_PER_BLOCK, WIDTH, SLOTS, BLOCKS = 4, 12, 3, 30
 PREFILL = 16  # tokens of the one prefill shape; decode steps have one
 Steps = list[tuple[int, ...]]
-RELEASED = parse_config(json.loads((Path(__file__).parents[1] / "configs" / "released.json").read_text()))
+RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text()))
 
 
 @functools.partial(jax.jit, static_argnames=("precision", "time"))

@@ -15,9 +15,10 @@ import pytest
 from deepinfer_jax.cache.pools import CacheShape
 from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.runtime.paged_model import Drafted, PagedModel, StepModel
-from tests.model.test_golden_end_to_end import LOGIT_TOLERANCE, STREAM_TOLERANCE
-from tests.support.golden import Case, model, worst
+from tests.support.golden import LOGIT_TOLERANCE, STREAM_TOLERANCE, Case, model, worst
 from tests.support.stepping import Stepping
+
+pytestmark = pytest.mark.real
 
 SLOT, CHUNK = 3, 16
 BLOCKS = [7, 2, 9, 4, 11]  # of 16 tokens, in any order
@@ -47,7 +48,7 @@ def test_drafts_from_pages_are_the_golden_ones_behind_rejected_rows(case: Case, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "row"), rows_of(Case("B_s15", "blong", "f32nq")))
-def test_drafts_of_golden_b_too(case: Case, row: int) -> None:
+def test_drafts_from_pages_are_those_of_golden_b(case: Case, row: int) -> None:
     check(case, row)
 
 

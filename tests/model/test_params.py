@@ -17,6 +17,8 @@ from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.weights import params as params_module
 from deepinfer_jax.weights.params import Fp4Weight, Fp8Rows, Fp8Weight
 
+pytestmark = pytest.mark.pure
+
 CONFIG = parse_config(copy.deepcopy(TINY))
 Form = tuple[str, str]  # shape, storage format
 Leaf = tuple[str, Form, dict[str, int], Any]  # path, what its comment says, sizes of the axes, what it is

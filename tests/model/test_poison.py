@@ -12,6 +12,8 @@ from deepinfer_jax.runtime.paged_model import PagedModel, StepBatch
 from tests.support.small_model import small_config, small_params
 from tests.support.stepping import Stepping
 
+pytestmark = pytest.mark.real
+
 BLOCKS = [3, 14, 15, 9, 2, 6, 5, 0]
 TEXT = np.random.default_rng(0).integers(4, 59, 64).astype(np.int32)
 BAD = 60  # an id of which the parameters below have no finite row
@@ -23,10 +25,10 @@ KERNELS = {
 }
 CASES = [
     ("xla", "float32_exact", 3),
-    ("triton", "float32_exact", 3),
     *(
         pytest.param(kernels, precision, num_drafts, marks=pytest.mark.slow)
         for kernels, precision, num_drafts in (
+            ("triton", "float32_exact", 3),
             ("xla", "float32_exact", 0),
             ("invariant", "float32_exact", 0),
             ("xla", "float32", 3),

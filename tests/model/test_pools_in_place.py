@@ -19,7 +19,10 @@ from deepinfer_jax.runtime.state_ops import WRITES, StateOp, state_op_input_shap
 from deepinfer_jax.runtime.step_program import Kind, step_program
 from deepinfer_jax.runtime.steps import StepState
 from deepinfer_jax.scheduler import Bucket
+from tests.support.marks import slow
 from tests.support.small_model import small_config, small_params
+
+pytestmark = [pytest.mark.real, pytest.mark.unoptimised]
 
 SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: no other array has a pool's size
 
@@ -27,11 +30,12 @@ SHAPE = CacheShape(data=1, slots=11, blocks=37, tokens_per_block=8)  # primes: n
 @pytest.mark.parametrize(
     ("kind", "bucket", "num_drafts", "replay"),
     [
-        ("decode", Bucket(4, 4, 8), 3, None),
+        slow("decode", Bucket(4, 4, 8), 3, None),
         ("decode", Bucket(4, 4, 8, packed=9), 3, None),
-        ("decode", Bucket(4, 1, 8), 0, None),
+        slow("decode", Bucket(4, 1, 8), 0, None),
         ("prefill", Bucket(2, 40, 8), 3, None),
-        ("prefill", Bucket(2, 40, 8), 0, Replay("compact", 20)),  # passes rings through a branch
+        # Passes rings through a branch.
+        slow("prefill", Bucket(2, 40, 8), 0, Replay("compact", 20)),
     ],
 )
 def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: Replay | None) -> None:
@@ -49,7 +53,7 @@ def test_no_pool_is_copied(kind: Kind, bucket: Bucket, num_drafts: int, replay: 
     assert copied_pools(compiled, large) == []
 
 
-@pytest.mark.parametrize("precision", ["float32", "reference"])
+@pytest.mark.parametrize("precision", [slow("float32"), "reference"])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("move", get_args(StateOp))
 def test_no_move_copies_a_pool(move: StateOp, packed: bool, precision: Precision) -> None:

@@ -13,6 +13,8 @@ from tests.support.golden import Array, Case, worst
 from tests.support.replay import replay
 from tests.support.small_model import small_config, small_params
 
+pytestmark = pytest.mark.real
+
 EXACT = "float32_exact"
 TOKENS = np.random.default_rng(0).integers(3, 180, (2, 12))
 
@@ -117,6 +119,7 @@ def test_an_edit_must_keep_shape_and_kind(change: object) -> None:
         run(edit={"embed": change})
 
 
+@pytest.mark.slow
 def test_an_edit_may_return_numpy_and_other_float_and_integer_types() -> None:
     streams, ids = (np.asarray(plain().captured[f"layers.3.{name}"]) for name in ("streams", "moe.expert_ids"))
     edited = run(
@@ -142,6 +145,7 @@ def test_without_logits_the_hidden_states_are_the_normed_ones_that_the_head_read
     assert worst(np.asarray(plain().hidden, np.float64) @ head.T, plain().logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_captures_and_edits_work_inside_an_outer_jit() -> None:
     """The scale is traced: an edit may close over values of the outer program."""
     config = small_config()
@@ -163,6 +167,7 @@ def test_captures_and_edits_work_inside_an_outer_jit() -> None:
     assert worst(scaled(small_params(EXACT), jnp.array(TOKENS), jnp.float32(3))[0], plain().logits) > 1e-2
 
 
+@pytest.mark.slow
 def test_any_integer_dtype_and_an_absent_cache_give_the_same_numbers() -> None:
     narrow = forward(small_params(EXACT), small_config(), TOKENS.astype(np.uint8), precision=EXACT, capture="*")
     assert worst(narrow.logits, plain().logits) == 0

@@ -1,6 +1,5 @@
 """Parameters on a mesh: placement by rule, the same logits and picks, errors that name tensor and rule."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +10,9 @@ from deepinfer_jax import load_config
 from deepinfer_jax.weights.layout import ParamSpec, param_specs
 from deepinfer_jax.weights.sharding import ShardingRules, auto_mesh, param_sharding, placed_shape
 from tests.support.children import run_child
+from tests.support.paths import GOLDEN_A
 
-TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.real
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_number_of_devices_changes_no_bit_of_the_expert_sum() -> None:
 
 
 def released(name: str) -> ParamSpec:
-    specs = param_specs(load_config(TESTS / "golden" / "A_s28"))
+    specs = param_specs(load_config(GOLDEN_A))
     return next(spec for spec in specs if spec.names[0] == name)
 
 

@@ -11,6 +11,8 @@ import pytest
 from deepinfer_jax import draft, encode_image, forward, init_cache
 from tests.support.small_model import small_config, small_params
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 PRECISION = "float32_exact"
 INTEGERS = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 

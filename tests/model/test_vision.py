@@ -11,6 +11,8 @@ from deepinfer_jax.config.precision import precision_policy
 from deepinfer_jax.model.vision import align, vision_tower
 from tests.support.golden import MODES, Array, Case, as_float32, model, worst
 
+pytestmark = pytest.mark.real
+
 GRIDS = ((4, 5), (3, 3))
 """Rows and columns of patches of the two golden images."""
 

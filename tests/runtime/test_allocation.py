@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.runtime.allocation import allocate, verification_rates
 from deepinfer_jax.scheduler import confidences
 
+pytestmark = pytest.mark.toy
+
 ROWS, DRAFTS = 5, 3
 allocate_jit, rates_jit = jax.jit(allocate), jax.jit(verification_rates, static_argnums=1)
 
@@ -43,7 +45,7 @@ def test_the_most_promising_drafts_are_taken(rates: list[list[int]], most: list[
     assert found.tolist() == one_after_the_other(values, most, total)
 
 
-def test_deepinfers_examples() -> None:
+def test_the_examples_of_deepinfer_come_out() -> None:
     """DB §16; the totals there hold one row of each sequence."""
     first = jnp.float32([[0.9, 0.7, 0.5], [0.6, 0.2, 0.1]])
     for total, rows in [(4, [3, 1]), (8, [4, 4])]:

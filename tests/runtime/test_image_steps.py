@@ -1,7 +1,6 @@
 """Images inside step programs: golden A's prompt with images, beside one of text, by places and a pool of features."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,9 +17,11 @@ from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
+from tests.support.paths import GOLDEN_A
 
-FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
-IMAGES, TEXT = GOLDEN = [dict(np.load(FOLDER / f"{case}.f32nq.npz")) for case in ("img", "long")]
+pytestmark = pytest.mark.real
+
+IMAGES, TEXT = GOLDEN = [dict(np.load(GOLDEN_A / f"{case}.f32nq.npz")) for case in ("img", "long")]
 VOCAB, TOKENS_PER_BLOCK, DECODED = 192, 16, 6
 ROWS, WIDTH = 2, 5
 PREFILL, DECODE = Bucket(ROWS, 64, WIDTH), Bucket(ROWS, 1, WIDTH)
@@ -61,10 +62,10 @@ def features() -> Any:
 
 @functools.cache
 def runner() -> Runner:
-    config = load_config(FOLDER)
+    config = load_config(GOLDEN_A)
     made = Runner(
         PagedModel(config, "float32_exact", KernelChoice()),
-        load_params(FOLDER, config, precision="float32_exact"),
+        load_params(GOLDEN_A, config, precision="float32_exact"),
         buckets=BucketTable(decode=(DECODE,), prefill=(PREFILL,)),
         shape=CacheShape(data=1, slots=ROWS, blocks=ROWS * WIDTH, tokens_per_block=TOKENS_PER_BLOCK),
         table_width=WIDTH,
@@ -148,6 +149,7 @@ def near(found: Any, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_images_in_chunks_beside_text_give_the_golden_logits_and_so_do_decode_steps(chunk: int) -> None:
     """The spans stand at 5…12 and 22…25, so that chunks of 1 and 5 cut both; text runs beside them as one chunk."""

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.runtime.packed_rows import pack_rows
 from deepinfer_jax.runtime.paged_model import StepBatch
+
+pytestmark = pytest.mark.toy
 
 DATA, SEQUENCES, TIME, PACKED, SLOTS = 2, 3, 4, 8, 5
 NUMBERS = st.lists(st.integers(0, TIME), min_size=SEQUENCES, max_size=SEQUENCES).filter(lambda n: sum(n) <= PACKED)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +12,15 @@ from deepinfer_jax.config.model_config import parse_config
 from deepinfer_jax.model.vision import feature_count
 from deepinfer_jax.runtime.vision_encoder import VisionEncoder, bucket_features, most_features, patch_buckets
 from deepinfer_jax.tokenization import ImageProcessor
+from tests.support.paths import GOLDEN_A, RELEASED_CONFIG
 
-RELEASED = parse_config(json.loads((Path(__file__).parents[1] / "configs" / "released.json").read_text())).vision
-FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
-CONFIG = load_config(FOLDER)
+pytestmark = pytest.mark.real
+
+RELEASED = parse_config(json.loads(RELEASED_CONFIG.read_text())).vision
+CONFIG = load_config(GOLDEN_A)
 
 
-def test_every_picture_has_a_class_that_holds_its_patches_and_its_features() -> None:
+def test_every_image_has_a_class_that_holds_its_patches_and_its_features() -> None:
     assert patch_buckets(RELEASED) == (1664, 3968, 9216)
     assert patch_buckets(CONFIG.vision) == (576,)
     rng = np.random.default_rng(0)
@@ -38,7 +39,7 @@ def test_every_picture_has_a_class_that_holds_its_patches_and_its_features() -> 
 
 
 def test_features_land_in_their_rows_and_nowhere_else() -> None:
-    params = load_params(FOLDER, CONFIG, precision="float32_exact")
+    params = load_params(GOLDEN_A, CONFIG, precision="float32_exact")
     assert params.vision is not None
     encoder = VisionEncoder(params.vision, CONFIG, precision="float32_exact", num_rows=70)
     patch_size = 3 * CONFIG.vision.patch_size**2

@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from deepinfer_jax.sampling import MAX_EDITS, MIN_LOGPROB, Adjustments, SamplerOptions
 from tests.support.sampling_twin import brute_force_logprobs, make_rows, sample_jit
+
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
 
 VOCAB = 40
 RNG = np.random.default_rng(5)

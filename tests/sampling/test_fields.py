@@ -4,12 +4,16 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import pytest
+
 from deepinfer_jax.memory.parts import slot_table_bytes
 from deepinfer_jax.sampling import SamplerState
 from deepinfer_jax.sampling.fields import SamplerScalars
 from tests.support.added_scalar import LEAST
 from tests.support.children import ROOT, run_child
 from tests.support.toy import VOCAB
+
+pytestmark = pytest.mark.toy
 
 TABLE, FILTERS = "deepinfer_jax/sampling/fields.py", "deepinfer_jax/sampling/filters.py"
 ADDED = [

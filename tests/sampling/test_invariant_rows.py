@@ -11,6 +11,8 @@ from deepinfer_jax.kernels.rowwise import batch_invariant, rowwise
 from deepinfer_jax.sampling import MAX_EDITS, Adjustments, DraftRows, Sampled, SamplingRows, draw_draft, sample
 from tests.support.sampling_twin import make_rows
 
+pytestmark = pytest.mark.toy
+
 VOCAB, ROWS = 3000, 21
 RNG = np.random.default_rng(6)
 TABLES = Adjustments(

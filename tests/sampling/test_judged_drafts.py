@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.sampling import DraftRows
 from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, draft_jit, make_rows, sample_jit
 
+pytestmark = pytest.mark.toy
+
 DRAWS, VOCAB = 50_000, 12
 
 
@@ -126,6 +128,7 @@ def test_a_row_without_a_distribution_ends_its_sequence() -> None:
     assert found.finite.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_the_purposes_of_a_position_are_independent() -> None:
     """Were draft, acceptance and residual of one number, a rejected draft would bend what follows it."""
     uniform = jnp.ones((DRAWS, VOCAB), jnp.float32)
@@ -157,7 +160,7 @@ def test_a_judged_draft_depends_on_its_own_row_only() -> None:
         assert (alone.tokens[0], alone.accepted[0]) == (together.tokens[i], together.accepted[i])
 
 
-def test_whether_a_draft_is_verified_may_depend_on_what_an_earlier_block_drafted_there() -> None:
+def test_whether_a_draft_is_verified_may_depend_on_an_earlier_block() -> None:
     """An earlier block, of which only its first draft was accepted, tells by its confidences what it had drafted next.
 
     Here the next block's draft for that position is verified only if that was a likely token. Were it the same draft

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.sampling import GREEDY_TEMPERATURE, MIN_LOGPROB, SamplerOptions, random_words
 from tests.support.sampling_twin import brute_force_logprobs, make_rows, processed_jit, sample_jit
 
+pytestmark = pytest.mark.toy
+
 
 @settings(max_examples=150)
 @given(
@@ -36,6 +38,7 @@ def test_filters_equal_the_brute_force_twin(
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_filters_equal_the_brute_force_twin_on_a_large_vocabulary() -> None:
     logits = np.random.default_rng(0).normal(size=(4, 20_000)).astype(np.float32) * 3
     settings_ = [(0.7, 0.9, -1), (1.0, 1.0, 50), (1.3, 0.5, 1000), (1.0, 0.999, 3)]

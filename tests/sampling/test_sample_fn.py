@@ -10,6 +10,8 @@ from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import parse_config
 from tests.support.sampling_twin import assert_distributed, brute_force_logprobs
 
+pytestmark = pytest.mark.real
+
 TINY_CONFIG = parse_config(TINY)
 DRAWS, VOCAB = 50_000, 12
 LOGITS = (np.random.default_rng(1).normal(size=VOCAB) * 1.5).astype(np.float32)
@@ -46,6 +48,7 @@ def params() -> object:
     return init_params(TINY_CONFIG, jax.random.key(0), precision="float32")
 
 
+@pytest.mark.slow
 def test_generation_is_greedy_decoding_of_forward(params: object) -> None:
     prompts = np.random.default_rng(0).integers(3, 250, (2, 5))
     found = generate_tokens(

@@ -13,6 +13,8 @@ import pytest
 from deepinfer_jax.sampling import Adjustments, DraftRows, SamplingRows, draw_draft, sample
 from tests.support.sampling_twin import assert_distributed, brute_force_logprobs, make_rows
 
+pytestmark = [pytest.mark.toy, pytest.mark.unoptimised]
+
 RUNS, VOCAB, TOKENS, DRAFTS = 60_000, 4, 4, 3
 START = 1  # the prompt
 RNG = np.random.default_rng(7)

@@ -3,12 +3,15 @@
 import random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from deepinfer_jax.scheduler import Sequence, SequenceStatus, blocks_for
 from tests.support.scheduler_twin import EOS, Twin, imported, make_scheduler, make_sequence
+
+pytestmark = pytest.mark.pure
 
 MAX_MODEL_LEN = 32
 

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import BlockManager
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_free_list_is_first_in_first_out_and_a_table_is_freed_from_its_end() -> None:
     pool = BlockManager(5)
@@ -50,7 +52,7 @@ def test_misuse_is_an_error_that_names_the_block() -> None:
         BlockManager(0)
 
 
-def test_a_freed_block_keeps_its_key_and_goes_after_those_without_one_in_the_order_of_use() -> None:
+def test_a_freed_block_keeps_its_key_and_goes_after_those_without_one() -> None:
     pool = BlockManager(5)
     pool.allocate(4)
     for block, key in ((0, b"a"), (1, b"b"), (2, b"c")):

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import Bucket, BucketTable, bucket_table
 
+pytestmark = pytest.mark.pure
+
 
 def table(**limits: int | bool) -> BucketTable:
     defaults = {

@@ -1,11 +1,15 @@
 """Corners of the choice of chunks that traffic reaches rarely."""
 
+import pytest
+
 from deepinfer_jax.scheduler.chunks import PrefillPolicy, Room
 from deepinfer_jax.scheduler.prefix_cache import NO_HIT
 from tests.support.scheduler_twin import make_sequence
 
+pytestmark = pytest.mark.pure
 
-def test_a_whole_prompt_beyond_the_budget_leaves_nothing_for_a_recomputation_behind_it() -> None:
+
+def test_a_whole_prompt_beyond_the_budget_leaves_nothing_for_what_is_behind_it() -> None:
     policy = PrefillPolicy(tokens_per_block=4, chunked_prefill=False, spare_tokens=2, for_snapshots=False)
     whole, again = make_sequence(0, 10), make_sequence(1, 10)
     again.num_preemptions = 1

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import AcceptanceCounts, RowBudget, StepTimes, choose_budget, confidences
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("curve", "rates", "how", "budget"),
@@ -25,7 +27,7 @@ from deepinfer_jax.scheduler import AcceptanceCounts, RowBudget, StepTimes, choo
         ),
     ],
 )
-def test_deepinfers_examples(
+def test_the_examples_of_deepinfer_come_out(
     curve: list[tuple[int, float]], rates: list[list[float]], how: dict[str, float], budget: tuple[int, int]
 ) -> None:
     assert choose_budget([np.asarray(rates)], curve, **how) == RowBudget(budget[0], (budget[1],))
@@ -62,6 +64,7 @@ def test_one_data_index_gets_what_deepinfers_walk_over_totals_finds(
     assert budget.rows == min(rows for rows, _ in curve if rows >= best)
 
 
+@pytest.mark.slow
 @given(st.lists(RATES, min_size=2, max_size=3), CURVE)
 def test_no_other_numbers_of_rows_on_several_data_indices_give_more(
     rates: list[list[list[float]]], curve: list[tuple[int, float]]
@@ -111,7 +114,7 @@ def test_the_slope_is_the_median_over_programs_of_medians() -> None:
     assert times.baseline("large") == 20.0
 
 
-def test_programs_with_few_samples_and_old_samples_do_not_count_and_the_slope_is_never_negative() -> None:
+def test_few_and_old_samples_do_not_count_and_the_slope_is_never_negative() -> None:
     times = StepTimes({"a": (1, 10.0), "b": (1, 10.0)})
     for _ in range(60):
         times.add("a", 1, 13.0, 0)

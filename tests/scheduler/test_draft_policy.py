@@ -15,6 +15,8 @@ from deepinfer_jax.scheduler import (
     StepTimes,
 )
 
+pytestmark = pytest.mark.pure
+
 FULL, PACKED = Bucket(4, 4, 8), Bucket(4, 4, 8, 8)
 BUCKETS = BucketTable(decode=(FULL, PACKED), prefill=(Bucket(4, 8, 8),))
 TEMPERATURES = (1.0, 2.0, 1.0)

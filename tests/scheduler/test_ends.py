@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.scheduler_twin import Twin, endless, make_scheduler, prefilled
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("num_launches", range(7))
 @pytest.mark.parametrize("depth", [1, 2])
@@ -82,7 +84,7 @@ def test_requests_that_can_never_run_are_refused_with_the_arithmetic() -> None:
     assert make_scheduler(num_blocks=8, tokens_per_block=4, max_model_len=32).refusal(1, 2**31) is None
 
 
-def test_a_refused_sequence_is_told_by_the_next_plan_and_counts_as_unfinished_until_then() -> None:
+def test_a_refused_sequence_counts_as_unfinished_until_the_next_plan_tells_it() -> None:
     twin = Twin(make_scheduler())
     fits, too_long = twin.add(endless(0, 32)), twin.add(endless(1, 33))
     assert (twin.scheduler.num_unfinished, twin.scheduler.num_waiting) == (2, 1)

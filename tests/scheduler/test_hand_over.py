@@ -6,6 +6,8 @@ import pytest
 from deepinfer_jax.scheduler import Bucket, BucketTable, Imported, Sequence, SequenceStatus
 from tests.support.scheduler_twin import EOS, Twin, continuation, decoded, endless, imported, make_scheduler, prefilled
 
+pytestmark = pytest.mark.pure
+
 PROMPTS_ONLY = BucketTable(decode=(), prefill=(Bucket(1, 8, 8),))
 
 

@@ -10,6 +10,8 @@ from deepinfer_jax.scheduler import BlockManager, Bucket, BucketTable, Sequence,
 from deepinfer_jax.scheduler.preemption import select_preemptions
 from tests.support.scheduler_twin import Twin, continuation, decoded, endless, make_scheduler, make_sequence, prefilled
 
+pytestmark = pytest.mark.pure
+
 
 def two_of_which_one_must_give_way(**limits: bool) -> tuple[Twin, Sequence, Sequence]:
     """Two sequences of 4 + 20 tokens, for which the pool of 8 blocks of 4 tokens is too small together."""

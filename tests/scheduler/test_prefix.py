@@ -3,12 +3,15 @@
 import hashlib
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import ImageContent, Sequence
 from deepinfer_jax.scheduler.prefix import block_key
 from tests.support.scheduler_twin import EOS
+
+pytestmark = pytest.mark.pure
 
 
 def sequence_of(tokens: list[int], images: tuple[ImageContent, ...] = ()) -> Sequence:

@@ -6,6 +6,8 @@ import pytest
 from deepinfer_jax.scheduler import Bucket, BucketTable, ImageContent, Sequence, SequenceStatus, StepPlan
 from tests.support.scheduler_twin import EOS, Twin, endless, make_scheduler, prefilled
 
+pytestmark = pytest.mark.pure
+
 SNAPSHOT = 100  # bytes of the twin's states
 ONE_STEP = BucketTable(decode=(Bucket(4, 1, 8),), prefill=(Bucket(4, 32, 8),))
 
@@ -39,9 +41,7 @@ def restored(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("length", "start"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (17, 16), (20, 16)])
-def test_the_same_prompt_starts_at_the_last_block_boundary_that_leaves_a_token_to_compute(
-    length: int, start: int
-) -> None:
+def test_the_same_prompt_starts_at_the_last_block_that_leaves_a_token_to_compute(length: int, start: int) -> None:
     twin = reusing()
     first, second, third = (text(seq_id, list(range(length))) for seq_id in range(3))
     cold = [(0, 0, start), (0, start, length - start)] if start else [(0, 0, length)]
@@ -324,7 +324,7 @@ def test_nobody_starts_from_what_a_failed_sequence_left_or_took_from_others() ->
     twin.drain()
 
 
-def test_a_sequence_that_fails_while_others_share_its_beginning_takes_it_from_those_that_come_later() -> None:
+def test_a_sequence_that_fails_takes_its_beginning_from_those_that_come_later() -> None:
     twin = reusing()
     finish(twin, text(0, [1] * 8))
     bad, good = twin.add(text(1, [1] * 9, max_tokens=20)), twin.add(text(2, [1] * 9, max_tokens=20))

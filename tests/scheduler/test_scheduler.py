@@ -15,6 +15,8 @@ from tests.support.scheduler_twin import (
     prefilled,
 )
 
+pytestmark = pytest.mark.pure
+
 # Prefill and decode
 
 
@@ -222,7 +224,7 @@ def test_a_running_sequence_held_back_sits_out_and_keeps_its_place() -> None:
 # The protocol of plans
 
 
-def test_a_sequence_that_waits_for_its_results_sits_out_the_overlapped_plan_and_the_others_do_not() -> None:
+def test_only_a_sequence_that_waits_for_its_results_sits_out_the_overlapped_plan() -> None:
     twin = Twin(make_scheduler())
     twin.add(endless(0, 4))
     waiting = twin.add(endless(1, 4))

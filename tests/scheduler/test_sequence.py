@@ -1,11 +1,14 @@
 """When a sequence stops, and what it says about itself."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler import FINISH_REASONS, Sequence, SequenceStatus
 from tests.support.scheduler_twin import EOS, make_sequence
+
+pytestmark = pytest.mark.pure
 
 
 def test_finished_begins_at_stopped_and_every_finished_state_has_its_reason() -> None:

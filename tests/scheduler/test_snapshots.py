@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.scheduler.snapshots import SnapshotStore
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_least_recently_used_goes_when_the_budget_is_full() -> None:
     store = SnapshotStore(budget=25)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.scheduler import Bucket, BucketTable, PrefillStep, Sequence, StepPlan, blocks_for
 from tests.support.scheduler_twin import Twin, endless, make_scheduler, make_sequence
 
+pytestmark = pytest.mark.pure
+
 # (plans since the last arrival, prompt length, max_tokens)
 ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24), st.integers(1, 8)), min_size=1, max_size=30)
 
@@ -23,7 +25,7 @@ def rows(plan: StepPlan) -> list[Sequence]:
     data_parallel_size=st.integers(1, 2),
     stream=st.booleans(),
 )
-def test_with_enough_blocks_a_prompt_waits_only_for_those_before_it_and_a_running_sequence_for_nobody(
+def test_with_enough_blocks_a_prompt_waits_only_for_those_before_it(
     arrivals: list[tuple[int, int, int]], depth: int, chunked_prefill: bool, data_parallel_size: int, stream: bool
 ) -> None:
     """Waiting is bounded by the work that was there at arrival, also under a stream of short requests behind."""

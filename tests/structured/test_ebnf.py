@@ -12,6 +12,8 @@ from deepinfer_jax.structured.ebnf import parse_ebnf
 from deepinfer_jax.structured.nodes import Call, Characters, Choice, Node, Repeat, Row, Text
 from tests.support.walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
+pytestmark = pytest.mark.pure
+
 CHAIN = "r0" + "".join(f'\nr{i} ::= "a" r{i + 1}?' for i in range(4000))
 """The library follows these calls by recursion: its stack would overflow, and end the process."""
 

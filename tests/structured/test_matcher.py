@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from deepinfer_jax.structured import GrammarError, Matcher, compile_grammar, grammar_vocabulary, structured_args
 from tests.support.walks import EOS, MARKER, SIZE, allowed, bits, matcher, spelt, tokenizer, vocabulary, walk
 
+pytestmark = pytest.mark.pure
+
 THINK_END = 5
 SCHEMA = {"type": "array", "items": {"enum": ["ab", "abc", 12, 123, None]}}
 GRAMMARS: list[tuple[str, Any]] = [

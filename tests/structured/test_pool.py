@@ -8,6 +8,8 @@ import pytest
 from deepinfer_jax.structured import GrammarError, GrammarPool, PendingGrammar, StructuredArgs, pool
 from tests.support.walks import allowed, vocabulary
 
+pytestmark = pytest.mark.pure
+
 NULL = StructuredArgs("json", '{"type": "null"}')
 
 

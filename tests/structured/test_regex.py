@@ -8,6 +8,8 @@ import pytest
 from deepinfer_jax.structured import GrammarError
 from tests.support.walks import matcher, takes, text_of, walk
 
+pytestmark = pytest.mark.pure
+
 CORPUS = [
     "abc|ab|a",
     "a*b+c?",

@@ -14,6 +14,8 @@ from deepinfer_jax.structured import GrammarError, so_args_of, structured_args
 from deepinfer_jax.structured.schema import ENFORCED, UNENFORCED, checked_schema
 from tests.support.walks import MARKER, allowed, matcher, spelt, takes, text_of, walk
 
+pytestmark = pytest.mark.pure
+
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 CORPUS: dict[str, list[Any]] = {
     "type": [{"type": ["integer", "null"]}, {"type": "boolean"}, {"type": "array"}, {"type": "object"}, {}, True],
@@ -168,7 +170,7 @@ def test_a_schema_that_lists_properties_allows_no_others_unless_it_says_so() -> 
         assert takes(matcher(so_args["schema_type"], so_args["schema"]), other) == allows
 
 
-def test_objects_that_several_schemas_describe_together_stay_open_and_the_others_close() -> None:
+def test_objects_that_several_schemas_describe_stay_open_and_the_others_close() -> None:
     defs = {
         "base": {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
         "alone": {"type": "object", "properties": {"b": {"type": "null"}}},

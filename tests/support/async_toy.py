@@ -9,6 +9,7 @@ from deepinfer_jax.engine.async_engine import AsyncLLMEngine
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests.outputs import RequestOutput
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
+from tests.support.engine_runs import while_unfinished
 
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -67,7 +68,7 @@ class Gate:
 async def settle(engine: AsyncLLMEngine) -> None:
     """Waits until nothing runs; then every block and slot is free, no request open and no other task pending."""
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    while engine.llm_engine.has_unfinished_requests() or engine._thread._streams:
+    for _ in while_unfinished(engine.llm_engine, also=lambda: engine._thread._streams):
         await engine.stats()  # answered between two steps
     await engine.stats()  # nothing is unfinished: what is in flight is read after this is answered and before the next
     stats = await engine.stats()

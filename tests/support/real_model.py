@@ -13,8 +13,8 @@ import numpy as np
 
 from deepinfer_jax import LLM, Params, RequestOutput, SamplingParams, forward, load_config, load_params
 from deepinfer_jax.sampling import plain_rows, sample
+from tests.support.paths import GOLDEN_A
 
-GOLDEN_A = Path(__file__).parents[1] / "golden" / "A_s28"
 MAX_POSITIONS = 4096
 
 

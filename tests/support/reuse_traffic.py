@@ -94,7 +94,3 @@ def outputs_by_request(*parts: Iterable[RequestOutput]) -> dict[str, list[Reques
         for output in part:
             found.setdefault(output.request_id, []).append(output)
     return found
-
-
-def is_idle(stats: dict[str, Any]) -> bool:
-    return (stats["free_blocks"], stats["free_slots"]) == (stats["total_blocks"], stats["total_slots"])

@@ -13,6 +13,7 @@ os.environ["DEEPINFER_POISON_FREED_STATE"] = "1"
 from typing import Any
 
 from deepinfer_jax import LLM, EngineArgs, EngineType, LLMEngine
+from tests.support.engine_runs import while_unfinished
 from tests.support.real_model import generate, long_golden_a, requests, what_forward_says
 
 PRECISION = "float32_exact"
@@ -34,19 +35,19 @@ def split(sizes: dict[str, Any], prompts: list[list[int]], params: list[Any]) ->
     answers: dict[str, list[int]] = {}
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         source.add_request("u", str(i), own, prompt)
-    while source.get_num_unfinished_requests() or source.computed_requests():
+    for _ in while_unfinished(source, also=source.computed_requests):
         for engine in (source, target):
             for output in engine.step():
                 answers.setdefault(output.request_id, []).append(output.token_id)
         for name in source.computed_requests():
             target.import_sequence(source.export_sequence(name))
-    while target.has_unfinished_requests():
+    for _ in while_unfinished(target):
         for output in target.step():
             answers[output.request_id].append(output.token_id)
     return [answers[str(i)] for i in range(len(prompts))]
 
 
-def run(data: int, expert: int) -> dict[str, object]:
+def serve(data: int, expert: int) -> dict[str, object]:
     with TemporaryDirectory() as directory:
         folder = long_golden_a(Path(directory) / "a")
         sizes = {
@@ -86,4 +87,4 @@ def run(data: int, expert: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(*map(int, sys.argv[1].split("x")))))
+    print(json.dumps(serve(*map(int, sys.argv[1].split("x")))))

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
@@ -16,17 +15,17 @@ from deepinfer_jax import forward, load_config, load_params
 from deepinfer_jax.model.expert_dispatch import dispatched_experts
 from deepinfer_jax.weights.params import Experts
 from deepinfer_jax.weights.sharding import auto_mesh
+from tests.support.paths import GOLDEN_A
 
-FOLDER = Path(__file__).parents[1] / "golden" / "A_s28"
 CAPTURE = ("layers.*.index_picks", "layers.*.expert_ids", "layers.*.engram.rows")
 
 
 def golden_a(shape: tuple[int, int], axis_type: AxisType) -> dict[str, object]:
     """Golden A, case `short` (batch 2), float32_exact, against golden logits and the unsharded picks."""
-    config, golden = load_config(FOLDER), np.load(FOLDER / "short.f32nq.npz")
+    config, golden = load_config(GOLDEN_A), np.load(GOLDEN_A / "short.f32nq.npz")
     mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=(axis_type, axis_type))
-    plain = load_params(FOLDER, config, precision="float32_exact")
-    params = load_params(FOLDER, config, precision="float32_exact", mesh=mesh)
+    plain = load_params(GOLDEN_A, config, precision="float32_exact")
+    params = load_params(GOLDEN_A, config, precision="float32_exact", mesh=mesh)
     run = {"precision": "float32_exact", "capture": CAPTURE}
     expected, found = (forward(p, config, golden["input_ids"], **run) for p in (plain, params))
     w1 = params.layers[0].ffn.experts.w1

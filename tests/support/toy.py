@@ -30,6 +30,7 @@ from deepinfer_jax.engine.requests.sampling_params import SamplingParams
 from deepinfer_jax.engine.resolution import resolve_config
 from deepinfer_jax.runtime.paged_model import Advanced, Drafted, Pick, StepBatch, StepModel
 from deepinfer_jax.sampling import plain_rows, sample
+from tests.support.engine_runs import drain
 
 VOCAB = 64
 EOS = 1
@@ -223,8 +224,11 @@ def sampled_twin(table: np.ndarray, prompt: list[int], params: SamplingParams, c
 _sample = jax.jit(sample)
 
 
-def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> EngineParts:
-    """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt."""
+def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY, max_programs: int = 2) -> EngineParts:
+    """Stands in for `load_parts`; with four sequences or more, a step takes at most `chunk` tokens of each prompt.
+
+    Of three programs two are for decode steps, of up to half as many rows and of all.
+    """
     config = resolve_config(
         args,
         vocab_size=VOCAB,
@@ -233,7 +237,7 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
         most_prefill_tokens=4 * chunk,
         num_blocks=args.num_kv_blocks,
     )
-    buckets = config.buckets(3)
+    buckets = config.buckets(max_programs)
     mesh = engine_mesh(args, engine_devices(args))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     runner = engine_runner(config, model, jax.device_put(make_table(), everywhere), buckets, mesh)
@@ -242,16 +246,21 @@ def toy_parts(args: EngineArgs, *, chunk: int = 8, model: StepModel = TOY) -> En
     return EngineParts(config, TokenParts(ToyTokenizer(), IMAGE), ModelParts(buckets, runner, identity, key="toy"))
 
 
-def use_toy(*, chunk: int = 8, model: StepModel = TOY) -> AbstractContextManager[Any]:
+def use_toy(**options: Any) -> AbstractContextManager[Any]:
     """While it lasts, every engine that is made runs the toy model."""
-    return mock.patch("deepinfer_jax.engine.llm_engine.load_parts", partial(toy_parts, chunk=chunk, model=model))
+    return mock.patch("deepinfer_jax.engine.llm_engine.load_parts", partial(toy_parts, **options))
 
 
-def toy_engine(*, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, **kwargs: Any) -> LLMEngine:
+def toy_engine(
+    *, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, max_programs: int = 2, **kwargs: Any
+) -> LLMEngine:
     """An engine with a toy model, small blocks and, unless `overlap`, no zero-overhead scheduling."""
     variable = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
     defaults = {"model": "toy", "disable_log_stats": True, "max_num_seqs": 6, "tokens_per_block": 4}
-    with mock.patch.dict(os.environ, {} if overlap else {variable: "0"}), use_toy(chunk=chunk, model=model):
+    with (
+        mock.patch.dict(os.environ, {} if overlap else {variable: "0"}),
+        use_toy(chunk=chunk, model=model, max_programs=max_programs),
+    ):
         rearm(variable)
         engine = LLMEngine(EngineArgs(**(defaults | kwargs)))
     rearm(variable)
@@ -260,10 +269,7 @@ def toy_engine(*, chunk: int = 8, overlap: bool = True, model: StepModel = TOY, 
 
 def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     """Steps until nothing is left; outputs by request id. Afterwards every block and slot is free."""
-    results: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            results.setdefault(output.request_id, []).append(output)
+    results = drain(engine)
     assert engine.flush_inflight_reqs() == []  # at most rows whose sequence ended a step earlier
     engine.core.scheduler.check_idle()
     return results

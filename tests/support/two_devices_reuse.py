@@ -11,7 +11,7 @@ os.environ["DEEPINFER_POISON_FREED_STATE"] = "1"
 
 from deepinfer_jax.engine.args import EngineType
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
-from tests.support.reuse_traffic import is_idle
+from tests.support.engine_runs import is_idle, while_unfinished
 from tests.support.toy import random_prompt, run, tokens, toy_engine
 
 LENGTHS = [1, 3, 4, 8, 17, 30]
@@ -28,13 +28,13 @@ def reuse() -> dict[str, object]:
     wrote, found, answers, cached = {}, {}, [], []
     for i, beginning in enumerate(BEGINNINGS):
         engine.add_request("u", str(i), params(i), beginning)
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         engine.step()
         wrote |= {name: one.dp_rank for name, one in engine.core.open.items() if one.dp_rank >= 0}
     for i in range(4):
         engine.add_request("u", str(i), params(i), BEGINNINGS[i % 2] + random_prompt(5, seed=10 + i))
     results = {str(i): [] for i in range(4)}
-    while engine.has_unfinished_requests():
+    for _ in while_unfinished(engine):
         for output in engine.step():
             results[output.request_id].append(output)
         found |= {name: one.dp_rank for name, one in engine.core.open.items() if one.dp_rank >= 0}
@@ -59,7 +59,7 @@ def hand_over(sizes: tuple[int, int]) -> list[list[int]]:
     for i, length in enumerate(LENGTHS):
         source.add_request("u", str(i), params(i), random_prompt(length, seed=i))
     first: dict[str, int] = {}
-    while source.has_unfinished_requests():
+    for _ in while_unfinished(source):
         first |= {output.request_id: output.token_id for output in source.step()}
     for name in source.computed_requests():
         target.import_sequence(source.export_sequence(name))

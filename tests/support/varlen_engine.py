@@ -27,7 +27,7 @@ def variables(**values: str) -> Iterator[None]:
 def varlen_engine(*, choose: str = "policy", **kwargs: object) -> LLMEngine:
     """choose: "packed": each step is as small as can be, with a random budget; "random": of any size."""
     with variables(ENABLE_MTP_VARLEN="1", USE_NEXTN_DECODE=str(DRAFTS)):
-        engine = toy_engine(**kwargs)  # type: ignore[arg-type]
+        engine = toy_engine(max_programs=3, **kwargs)  # type: ignore[arg-type]
     if choose != "policy":
         random_choice(engine, smallest=choose == "packed")
     return engine

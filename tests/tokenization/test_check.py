@@ -4,14 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from deepinfer_jax.cli.check import check_model, run_check
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "golden"
+pytestmark = pytest.mark.pure
+
 LOADS = "config.json describes a model that this engine runs"
 IMAGE_ID = "image_token_id is the id of <image> or <｜deepseek_image｜>"
 IMAGE_NAME = "<image> or <｜deepseek_image｜> has image_token_id"
@@ -163,7 +163,7 @@ def released_dir(edited_dir, rename):
 
     def build(names=None):
         directory = edited_dir(tokenizer=rename(names)) if names else edited_dir()
-        shutil.copy(TESTS / "configs" / "released.json", directory / "config.json")
+        shutil.copy(RELEASED_CONFIG, directory / "config.json")
         size = 129_280 * 5120 * 2
         header = {"embed.weight": {"dtype": "BF16", "shape": [129_280, 5120], "data_offsets": [0, size]}}
         raw = json.dumps(header).encode()
@@ -175,6 +175,7 @@ def released_dir(edited_dir, rename):
     return build
 
 
+@pytest.mark.slow
 def test_the_public_v4_tokenizer_fails_only_the_image_rules_of_the_released_model(released_dir):
     found = broken(released_dir())
     assert found.keys() == {IMAGE_ID, IMAGE_NAME}
@@ -185,6 +186,7 @@ def test_the_released_model_keeps_every_rule_once_its_image_token_has_its_name(r
     assert broken(released_dir({"<｜image2｜>": "<｜deepseek_image｜>"})) == {}
 
 
+@pytest.mark.slow
 def test_a_released_tokenizer_with_another_pad_fails_that_rule(released_dir):
     found = broken(released_dir({"<｜▁pad▁｜>": "<reserve>"}))
     assert found["PAD is <｜▁pad▁｜> with id 2, or aliases EOS"] == "'<｜▁pad▁｜>' has no id, expected id 2"

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ from deepinfer_jax.tokenization import (
     compress_vocabulary,
     encode_compressed,
 )
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def sha256(table):
     return hashlib.sha256(table.astype("<i4").tobytes()).hexdigest()
 
 
-def test_checksums_of_the_real_map(real):
+def test_the_real_map_has_its_checksums(real):
     table = real.lookup_table
     assert (table.dtype, table.shape, len(real)) == (np.int32, (129_280,), 99_092)
     assert sha256(table) == "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
@@ -50,7 +50,7 @@ def test_checksums_of_the_real_map(real):
         *[(100_000, 76_407), (127_000, 97_037)],
     ],
 )
-def test_samples_of_the_real_map(real, token, compressed):
+def test_the_real_map_has_its_samples(real, token, compressed):
     assert real.lookup_table[token] == compressed
 
 
@@ -60,7 +60,7 @@ def test_the_map_cannot_be_changed_by_accident(real):
 
 
 @pytest.mark.parametrize("folder", ["A_s28", "B_s15"])
-def test_golden_maps(folder):
+def test_token_maps_are_the_golden_ones(folder):
     config = json.loads((GOLDEN / folder / "config.json").read_text())["text_config"]
     vocabulary = CompressedVocabulary(GOLDEN / folder / "tokenizer.json")
     tokenizer = CompressedTokenizer(vocabulary, config["engram_pad_token_id"])
@@ -70,7 +70,7 @@ def test_golden_maps(folder):
     assert len(vocabulary) == config["engram_compressed_vocab_size"]
 
 
-def test_the_tiny_map_of_model_md():
+def test_the_tiny_map_is_that_of_model_md():
     # model.md §14: decode of [i] is "t" + str(i // 2).
     texts = [f"t{i // 2}" for i in range(512)]
     np.testing.assert_array_equal(compress_vocabulary(texts, texts), np.arange(512) // 2)
@@ -86,11 +86,11 @@ def test_the_tiny_map_of_model_md():
         [" ", "\n", "\n\n", "\t \r"],
     ],
 )
-def test_texts_that_share_an_id(texts):
+def test_texts_of_one_normal_form_share_an_id(texts):
     assert compress_vocabulary(texts, [str(i) for i in range(len(texts))]).tolist() == [0] * len(texts)
 
 
-def test_texts_that_do_not_share_an_id():
+def test_texts_of_other_normal_forms_do_not_share_an_id():
     texts = [" ", "", "\u0301", "\u0300", "a\ufffd", "A\ufffd", "a", "\ue000"]
     spellings = ["Ġ", "", "m1", "m2", "aâ", "Aâ", "a", "pua"]
     # A form that normalises to nothing is keyed by its own text, a cut character by its spelling; U+E000 itself

@@ -1,7 +1,6 @@
 """Engram rows on the host: the numbers of model.md §14 and Appendix B, DB §16, and both golden folders."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,10 @@ from deepinfer_jax.tokenization import (
     ngram_rows,
     ngram_windows,
 )
+from tests.support.paths import GOLDEN, RELEASED_CONFIG
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+pytestmark = pytest.mark.pure
+
 FOLDERS = ("A_s28", "B_s15")
 # case.mode.npz; the stale files (case.mode.stale.npz) record no rows.
 CASES = [path for folder in FOLDERS for path in sorted((GOLDEN / folder).glob("*.npz")) if path.name.count(".") == 2]
@@ -55,7 +56,7 @@ def test_released_primes_are_those_of_appendix_b():
 
 
 def test_released_table_sizes_equal_the_configuration():
-    released_config = Path(__file__).parents[1] / "configs" / "released.json"
+    released_config = RELEASED_CONFIG
     expected = json.loads(released_config.read_text())["text_config"]["engram_num_embeddings"]
     primes, _ = released()
     assert primes.sum(axis=(1, 2)).tolist() == expected == [384_006_168, 384_016_682]
@@ -109,7 +110,7 @@ def test_no_product_overflows(layer, vocabulary):
     assert all(int(m) % 2 == 1 and int(m) * (vocabulary - 1) < 2**63 for m in multipliers)
 
 
-def test_tiny_tables_and_rows():
+def test_tiny_tables_and_rows_are_those_of_model_md():
     # model.md §14.
     primes = engram_primes([1, 2], 100, 4, 2)
     assert primes.tolist() == [
@@ -128,7 +129,7 @@ def test_tiny_tables_and_rows():
     ]
 
 
-def test_released_rows_of_one_window():
+def test_the_rows_of_one_released_window_are_known():
     rows = ngram_rows(np.array([5, 7, 11, 13]), *released())
     assert rows.reshape(6, 8).tolist() == [
         [6961830, 31143904, 34796895, 48021142, 75858929, 90471933, 97778503, 125113896],
@@ -140,7 +141,7 @@ def test_released_rows_of_one_window():
     ]
 
 
-def test_released_rows_at_the_start_of_a_sequence():
+def test_released_rows_at_the_start_of_a_sequence_are_known():
     rows = ngram_rows(ngram_windows(np.array([100]), max_ngram=4, pad=2), *released())
     assert rows.reshape(6, 8).tolist() == [
         [4052413, 23667694, 42906971, 52829082, 75741025, 88719377, 111210122, 112422857],
@@ -202,7 +203,7 @@ def test_an_empty_compressed_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_golden_tables(folder):
+def test_primes_and_multipliers_are_the_golden_ones(folder):
     text = text_config(folder)
     primes, multipliers = tables(text)
     with np.load(GOLDEN / folder / "engram_tables.npz") as golden:
@@ -216,7 +217,7 @@ def test_golden_tables(folder):
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_golden_rows_of_prefill_and_decode(path):
+def test_rows_of_prefill_and_decode_are_the_golden_ones(path):
     text = text_config(path.parent.name)
     vocabulary = CompressedVocabulary(path.parent / "tokenizer.json")
     tokenizer = CompressedTokenizer(vocabulary, text["engram_pad_token_id"])

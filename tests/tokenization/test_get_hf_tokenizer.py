@@ -6,7 +6,6 @@ import logging
 import pickle
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from deepinfer_jax.tokenization import SPAN_TOKENS, get_hf_tokenizer
+from tests.support.paths import GOLDEN_A
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "A_s28"
+pytestmark = pytest.mark.pure
+
 BOS = "<｜begin▁of▁sentence｜>"
 SPAN_NAME = re.compile(r"<\|place_holder_mm_span_00([01][0-9]|20)\|>")
 
@@ -28,7 +29,7 @@ def raw(real_dir):
 @pytest.fixture
 def native_dir(tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / name, tmp_path)
+        shutil.copy(GOLDEN_A / name, tmp_path)
     return tmp_path
 
 
@@ -82,7 +83,7 @@ def test_text_is_bos_and_the_tokens_of_the_file_and_comes_back(real_tokenizer, r
     assert real_tokenizer(text)["input_ids"] == ids
 
 
-def test_the_text_that_a_llama_pipeline_ruins(real_tokenizer):
+def test_a_text_that_a_llama_pipeline_ruins_is_encoded_right(real_tokenizer):
     assert real_tokenizer.encode("Hello world, 你好世界") == [0, 19923, 2058, 14, 223, 30594, 3427]
 
 
@@ -144,7 +145,7 @@ def test_native_honours_the_bos_that_its_settings_ask_for(native_dir):
     assert get_hf_tokenizer(native_dir).encode("")[:1] == [0]
 
 
-def test_native_keeps_the_pipeline_although_the_settings_name_a_class_that_rebuilds_it(real_dir, tmp_path, raw):
+def test_native_keeps_a_pipeline_whose_settings_name_a_class_that_rebuilds_it(real_dir, tmp_path, raw):
     shutil.copy(real_dir / "tokenizer.json", tmp_path)
     shutil.copy(real_dir / "tokenizer_config.json", tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
@@ -255,6 +256,7 @@ def test_auto_map_under_the_release_policy_is_repaired_and_guarded(edited_dir, r
         tokenizer.encode("<|place_holder_mm_span_0000|>")
 
 
+@pytest.mark.slow
 def test_a_class_that_rebuilds_the_pipeline_is_refused_under_the_release_policy(edited_dir):
     directory = edited_dir(tokenizer_config=lambda document: None)
     with pytest.raises(ValueError, match=r"encodes text differently from tokenizer\.json"):
@@ -270,6 +272,7 @@ def test_the_tokenizer_survives_pickle_and_copy_with_its_guard(real_tokenizer):
             other.encode(next(iter(SPAN_TOKENS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
@@ -288,6 +291,7 @@ def test_trusted_code_that_breaks_is_one_sentence(edited_dir, code, sentence):
         get_hf_tokenizer(directory, trust_remote_code=True)
 
 
+@pytest.mark.slow
 def test_an_empty_auto_map_asks_for_nothing(edited_dir):
     directory = edited_dir(tokenizer_config=lambda settings: settings.update(auto_map=None))
     assert get_hf_tokenizer(directory).encode("") == [0]

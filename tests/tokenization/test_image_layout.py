@@ -1,18 +1,18 @@
 """Sizes to grids and token counts: golden rows, published vectors, and an exact twin on thousands of sizes."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepinfer_jax.tokenization import ImageError, ImageProcessor, TokenType
 from tests.support.image_rules import rules
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+pytestmark = pytest.mark.pure
 
 
-def test_the_golden_plan():
+def test_plans_are_the_golden_ones():
     processor = ImageProcessor(rules())
     rows = np.load(GOLDEN / "image_plan_released.npz")["rows"]
     assert len(rows) == 16
@@ -50,7 +50,7 @@ def test_the_golden_plan():
         ({"patch_size": 4, "min_pixels": 0, "max_wh_ratio": 2.5}, (399, 10), (28, 12), 6),
     ],
 )
-def test_published_sizes(changes, size, canvas, tokens):
+def test_sizes_are_the_published_ones(changes, size, canvas, tokens):
     plan = ImageProcessor(rules(**changes)).layout(*size)
     assert ((plan.pixel_width, plan.pixel_height), plan.tokens) == (canvas, tokens)
 
@@ -85,7 +85,7 @@ def twin(width, height, rule):
     "changes",
     [{}, {"patch_size": 4, "max_image_tokens": 32, "min_pixels": 144}, {"downsample_ratio": 2, "min_pixels": 0}],
 )
-def test_thousands_of_sizes_against_whole_numbers(changes):
+def test_thousands_of_sizes_are_those_of_whole_numbers(changes):
     rule = rules(**changes)
     processor = ImageProcessor(rule)
     drawn = np.exp(np.random.default_rng(0).uniform(0, np.log(60_000), (2000, 2))).astype(int)
@@ -101,7 +101,7 @@ def test_thousands_of_sizes_against_whole_numbers(changes):
         assert plan.llm_height == math.ceil(plan.vit_height / rule.downsample_ratio)
 
 
-def test_the_roles_of_a_picture():
+def test_the_roles_of_an_image_are_known():
     plan = ImageProcessor(rules(min_pixels=0)).layout(14 * 6, 14 * 4)
     assert plan.roles().dtype == np.int32
     start, image, line, end = TokenType.IMAGE_START, TokenType.IMAGE, TokenType.IMAGE_NEW_LINE, TokenType.IMAGE_END
@@ -115,7 +115,7 @@ def test_a_size_without_pixels_is_refused(size):
         ImageProcessor(rules()).layout(*size)
 
 
-def test_a_picture_thinner_than_a_patch_is_refused():
+def test_an_image_thinner_than_a_patch_is_refused():
     # Only where a cell is one patch: 1 column x 0.6 rows, rounded down.
     processor = ImageProcessor(rules(downsample_ratio=1, max_image_tokens=5, min_pixels=0))
     with pytest.raises(ImageError, match="scaled down to 5 tokens would be thinner than a patch of 14 pixels"):

@@ -13,6 +13,8 @@ from PIL import Image
 
 from deepinfer_jax.tokenization import ImageError, open_image
 
+pytestmark = pytest.mark.pure
+
 RGB = np.random.default_rng(0).integers(0, 256, (13, 17, 3), np.uint8)
 LOSSLESS = {"PNG": {}, "WEBP": {"lossless": True}, "BMP": {}, "TIFF": {}}
 
@@ -66,7 +68,7 @@ def test_jpeg_is_decoded_as_pillow_does():
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 @pytest.mark.parametrize("mode", ["1", "L", "P"])
-def test_grey_and_palettes(mode, kind):
+def test_grey_and_palettes_become_rgb(mode, kind):
     image = Image.fromarray(RGB).convert(mode)
     np.testing.assert_array_equal(pixels(encoded(image, kind)), np.asarray(image.convert("RGB")))
 
@@ -87,7 +89,7 @@ def test_a_transparent_colour_of_a_palette_keeps_its_colour():
     np.testing.assert_array_equal(pixels(gif), np.asarray(palette.convert("RGB")))
 
 
-def test_cmyk():
+def test_cmyk_becomes_rgb():
     cmyk = Image.fromarray(RGB).convert("CMYK")
     np.testing.assert_array_equal(pixels(encoded(cmyk, "TIFF")), RGB)
     jpeg = encoded(cmyk, "JPEG", quality=100, subsampling=0)
@@ -141,7 +143,7 @@ def test_the_exif_orientation_is_obeyed_once(kind, orientation):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_damaged_exif_data_do_not_cost_the_picture():
+def test_damaged_exif_data_do_not_cost_the_image():
     np.testing.assert_array_equal(pixels(encoded(RGB, exif=b"Exif\0\0MM\0*\0\0\xff\xff garbage")), RGB)
 
 
@@ -194,12 +196,12 @@ def test_truncated_files_are_refused(kind):
         (Image.new("La", (5, 5)), "cannot be decoded: conversion from La to L not supported"),
     ],
 )
-def test_what_is_no_picture_says_why(source, message):
+def test_what_is_no_image_says_why(source, message):
     with pytest.raises(ImageError, match=message):
         open_image(source)
 
 
-def test_a_directory_is_no_picture(tmp_path):
+def test_a_directory_is_no_image(tmp_path):
     with pytest.raises(ImageError, match="cannot be read"):
         open_image(tmp_path)
 
@@ -209,7 +211,7 @@ def test_another_type_of_source_is_a_type_error():
         open_image(7)
 
 
-def test_random_and_mutated_files_give_pictures_or_this_error():
+def test_random_and_mutated_files_give_images_or_this_error():
     rng = np.random.default_rng(0)
     files = [encoded(RGB, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
     magic = [file[:16] for file in files]

@@ -1,7 +1,6 @@
 """Patches bit for bit: the golden images, and Pillow's own padding with every step written out."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -11,8 +10,9 @@ from PIL import Image, ImageOps
 
 from deepinfer_jax.tokenization import ImageProcessor
 from tests.support.image_rules import rules
+from tests.support.paths import GOLDEN_A
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
+pytestmark = pytest.mark.pure
 
 
 def picture(width, height, seed=0):
@@ -21,9 +21,9 @@ def picture(width, height, seed=0):
 
 
 def test_the_golden_patches_are_bit_equal():
-    config = json.loads((GOLDEN / "config.json").read_text())
+    config = json.loads((GOLDEN_A / "config.json").read_text())
     processor = ImageProcessor(SimpleNamespace(**config["vision_config"]))
-    golden = np.load(GOLDEN / "img.f32nq.npz")
+    golden = np.load(GOLDEN_A / "img.f32nq.npz")
     for index in range(2):
         expected = golden[f"image{index}/patches"]
         patches = processor.patches(golden[f"image{index}/rgb"])
@@ -60,7 +60,7 @@ def test_patches_are_those_of_pillows_padding(size, changes):
     np.testing.assert_array_equal(processor.patches(rgb), expected)
 
 
-def test_grey_stands_around_a_picture_of_another_aspect():
+def test_grey_stands_around_an_image_of_another_aspect():
     # 10 x 25 becomes 11 x 28 on a canvas of 14 x 28.
     processor = ImageProcessor(rules(min_pixels=0))
     white = np.full((25, 10, 3), 255, np.uint8)
@@ -70,14 +70,14 @@ def test_grey_stands_around_a_picture_of_another_aspect():
     assert pixels[0, :, 0].tolist() == [127] * 2 + [255] * 11 + [127]
 
 
-def test_a_wide_picture_is_stretched_where_the_model_limits_the_ratio():
+def test_a_wide_image_is_stretched_where_the_model_limits_the_ratio():
     processor, rgb = ImageProcessor(rules(min_pixels=0, max_wh_ratio=2)), picture(200, 20)
     result = processor.process(rgb)
     assert (result.layout.pixel_width, result.layout.pixel_height) == (42, 28)
     np.testing.assert_array_equal(result.pixels, Image.fromarray(rgb).resize((42, 28), Image.Resampling.BICUBIC))
 
 
-def test_a_picture_that_would_vanish_is_stretched():
+def test_an_image_that_would_vanish_is_stretched():
     # 1 x 3000 fits into 14 x 294 as 0.1 x 294; DB §4.4 falls back to a plain resize.
     processor, rgb = ImageProcessor(rules(min_pixels=0, max_image_tokens=16)), picture(1, 3000)
     result = processor.process(rgb)

@@ -7,8 +7,10 @@ import pytest
 
 from deepinfer_jax.tokenization import ImageTokenOffset, TokenType, find_image_placeholder
 
+pytestmark = pytest.mark.pure
 
-def test_wire_values():
+
+def test_image_token_offsets_have_their_wire_values():
     # DB §4.1.
     assert {member.name: int(member) for member in ImageTokenOffset} == {
         "IMAGE_START": 0,

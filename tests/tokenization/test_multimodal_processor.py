@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +22,10 @@ from deepinfer_jax.tokenization import (
     get_hf_tokenizer,
 )
 from tests.support.image_rules import rules
+from tests.support.paths import GOLDEN_A
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "A_s28"
+pytestmark = pytest.mark.pure
+
 VOCAB, PLACEHOLDER = 100, 90
 # One patch is one cell here; by size: tokens.
 TOKENS = {(4, 4): 4, (8, 4): 5, (4, 8): 6, (8, 12): 11}
@@ -61,7 +62,7 @@ def sentinels(tokens):
     return [VOCAB + 2] + [VOCAB + 1] * (tokens - 1)
 
 
-def test_a_placeholder_becomes_the_tokens_of_its_picture():
+def test_a_placeholder_becomes_the_tokens_of_its_image():
     ids = np.array([*text("ab"), PLACEHOLDER, *text("c")])
     prompt = processor().overwrite_prompt(ids, {"image_bytes": [picture((8, 4))], "image_sizes": [(8, 4)]})
     assert prompt.token_ids.dtype == prompt.mm_token_type.dtype == np.int32
@@ -110,16 +111,16 @@ def test_every_spelling_gives_the_same_prompt(runs, sizes):
         assert [segment.length for segment in prompt.segments[::2]] == [len(run) for run in runs]
 
 
-def test_the_golden_prompt_from_all_its_spellings():
-    config = json.loads((GOLDEN / "config.json").read_text())
+def test_every_spelling_gives_the_golden_prompt():
+    config = json.loads((GOLDEN_A / "config.json").read_text())
     vision = MultimodalProcessor(
         SimpleNamespace(**config["vision_config"]),
-        get_hf_tokenizer(GOLDEN),
+        get_hf_tokenizer(GOLDEN_A),
         image_token_id=config["image_token_id"],
         vocab_size=config["text_config"]["vocab_size"],
     )
     assert vision.placeholder == "<image>"
-    golden = np.load(GOLDEN / "img.f32nq.npz")
+    golden = np.load(GOLDEN_A / "img.f32nq.npz")
     ids, types = golden["input_ids"][0], golden["token_types"][0]
     data = {"image_bytes": [golden["image0/rgb"], golden["image1/rgb"]], "image_sizes": [(60, 50), (37, 40)]}
     # The authors' types: -1 text, 0 start, 1 image, 2 new line, 3 end.
@@ -137,7 +138,7 @@ def test_the_golden_prompt_from_all_its_spellings():
 
 
 @pytest.mark.parametrize("data", [None, {}, {"image_bytes": [], "image_sizes": []}, {"image_sizes": None}])
-def test_text_alone_is_text(data):
+def test_a_prompt_of_text_alone_stays_text(data):
     prompt = processor().overwrite_prompt(text("abc"), data)
     assert prompt.token_ids.tolist() == text("abc")
     assert prompt.mm_token_type.tolist() == [0, 0, 0]
@@ -192,7 +193,7 @@ TWO = {"image_bytes": [picture((4, 4)), picture((8, 4))]}
         ([VOCAB + 4], None, "the id 104 at position 0"),
     ],
 )
-def test_placeholders_and_pictures_that_do_not_match_are_refused(ids, data, message):
+def test_placeholders_and_images_that_do_not_match_are_refused(ids, data, message):
     with pytest.raises(ValueError, match=message):
         processor().overwrite_prompt(ids, data)
 
@@ -203,7 +204,7 @@ def test_a_placeholder_spelled_differently_is_named(spelling):
         processor().overwrite_prompt(text(f"see {spelling}"), {"image_bytes": [picture((4, 4))]})
 
 
-def test_the_released_placeholder_and_one_with_other_bars(edited_dir, rename):
+def test_the_released_placeholder_is_found_and_one_with_other_bars_too(edited_dir, rename):
     # The tokenizer that tests have is of the release before: it has another name at this id.
     tokenizer = get_hf_tokenizer(edited_dir(tokenizer=rename({"<｜image2｜>": "<｜deepseek_image｜>"})))
     vision = MultimodalProcessor(rules(), tokenizer, image_token_id=129_264, vocab_size=129_280)
@@ -229,7 +230,7 @@ def test_a_wrong_declared_size_is_refused():
         processor().overwrite_prompt(ids, TWO | {"image_sizes": [(4, 4), (8, 12)]})
 
 
-def test_sizes_are_those_of_the_upright_picture():
+def test_sizes_are_those_of_the_upright_image():
     exif = Image.Exif()
     exif[0x0112] = 6
     file = io.BytesIO()
@@ -252,7 +253,7 @@ def test_sizes_are_those_of_the_upright_picture():
         ({"image_bytes": None}, r"\['image_bytes'\] is None: the images of the request never arrived"),
     ],
 )
-def test_a_picture_that_cannot_be_used_is_named(data, message):
+def test_an_image_that_cannot_be_used_is_named(data, message):
     with pytest.raises(ImageError, match=message):
         processor().overwrite_prompt([PLACEHOLDER], data)
 

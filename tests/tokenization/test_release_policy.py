@@ -13,6 +13,8 @@ from deepinfer_jax.tokenization import (
     release_rules,
 )
 
+pytestmark = pytest.mark.pure
+
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SPANS = [f"<|place_holder_mm_span_{i:04d}|>" for i in range(21)]
 
@@ -102,6 +104,7 @@ def test_broken_settings_are_refused(edited_dir, settings, sentence):
     assert sentence in str(error.value) and str(directory) in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, sentence",
     [
@@ -120,6 +123,7 @@ def test_broken_vocabularies_are_refused(edited_dir, rename, names, sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.slow
 def test_one_token_too_many_is_refused_and_left_unchanged(edited_dir):
     loaded = load_unrepaired_tokenizer(edited_dir(tokenizer=appended))
     before = state(loaded)
