@@ -44,7 +44,7 @@ def results(tokens: list[list[int]], **kwargs: Any) -> StepResult:
 
 
 def test_every_accepted_token_has_its_output_and_the_last_says_how_many() -> None:
-    """Two verified drafts: all accepted; one rejected; all but cut short by EOS; not finite, from the start, after one."""
+    """Two verified drafts: all accepted; one rejected; cut short by EOS; not finite from the start; after one token."""
     sequences = [running(name, [7]) for name in ("all", "one", "ends", "bad", "late")]
     sequences[1].output_token_ids.append(7)
     tokens = [[11, 12, 13], [21, 22, 0], [31, EOS, 33], [0, 0, 0], [51, 0, 0]]
