@@ -51,7 +51,7 @@ def test_a_scalar_in_the_table_and_its_filter_travel_from_request_to_token(tmp_p
         assert min(drawn["free"]) < LEAST <= min(drawn["bound"])
 
 
-def test_the_research_state_has_all_scalars_off_and_keeps_the_places_of_its_arguments() -> None:
+def test_the_research_state_has_all_scalars_off_in_the_old_order_of_arguments() -> None:
     own = {field.name: field.default for field in dataclasses.fields(SamplerState)}
     assert own == {field.name: field.default for field in dataclasses.fields(SamplerScalars)} | {"prompt_len": 0}
     assert list(own)[:8] == [
