@@ -2,6 +2,10 @@
 
 The names below are the public interface. They are loaded on first use (PEP 562), so that importing
 `deepinfer_jax.tokenization` or `deepinfer_jax.scheduler` never imports jax.
+
+- model: the forward pass, by config, weights (declared), checkpoint (loaded), cache, kernels.
+- engine: requests to tokens, by tokenization, scheduler, runtime (step programs), sampling, structured, memory.
+- cli: the command line. embedded: the default model, made once per user.
 """
 
 from importlib import import_module

@@ -1,5 +1,6 @@
 """The house: lazy package, import rules at run time, and a wheel that works outside the repository."""
 
+import ast
 import os
 import re
 import subprocess
@@ -88,6 +89,17 @@ TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 def test_no_test_breaks_the_rules_of_the_folder(pattern: str, reason: str) -> None:
     found = [str(file) for file in TEST_FILES if file != Path(__file__) and re.search(pattern, file.read_text())]
     assert found == [], reason
+
+
+def test_each_folders_docstring_names_all_its_modules() -> None:
+    """So that a reader of `__init__.py` knows which file to open. Kernels' folders hold one kernel each."""
+    package = ROOT / "deepinfer_jax"
+    folders = [package, *(path for path in package.iterdir() if path.is_dir()), *(package / "engine").iterdir()]
+    for folder in (path for path in folders if (path / "__init__.py").exists()):
+        contents = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        missing = [name for name in modules - {"__init__"} if not re.search(rf"\b{name}\b", contents)]
+        assert not missing, folder
 
 
 @pytest.mark.slow

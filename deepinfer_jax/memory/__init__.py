@@ -1,5 +1,6 @@
 """Memory of an engine, from shapes alone: nothing is allocated.
 
-- parts: bytes of each part on one device.
-- plan: how many blocks fit, or why an engine does not.
+- plan: how many blocks fit, or why an engine does not. demand: bytes as functions of the lengths; device: bytes that
+  there are.
+- parts: bytes of each part on one device. units: bytes as text.
 """

@@ -1,7 +1,9 @@
 """The model as in the paper: pure functions of parameters and arrays, no engine.
 
-- forward: the public entry. block: one layer, of attention, moe and hyper_connections; engram beside them.
-- attention uses indexer, compressor, rope; moe uses expert_dispatch. embedding, norm: as named.
-- dspark: the draft model. vision: the tower. bounded_replay: later layers on the end of a prompt only.
-- engram_hash: row ids on the device. probe: named tensors. checks: inputs. generation: a small loop.
+- forward: the public entry. backbone: new tokens through all layers. block: one layer; carry and context: values that
+  layers hand on and share.
+- attention uses indexer, compressor, rope; moe uses expert_dispatch; hyper_connections, embedding, norm: as named.
+- engram, engram_hash: n-gram memory. dspark: the draft model. vision: the tower.
+- bounded_replay: later layers on the end of a prompt only. generation: a small loop over forward.
+- probe: named tensors. checks: inputs of the research API.
 """

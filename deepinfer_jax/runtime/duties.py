@@ -1,4 +1,4 @@
-"""What a runner must be able to do: which programs it compiles."""
+"""The steps and state ops that an engine will ask of its runner, and so the programs that this compiles."""
 
 from dataclasses import dataclass
 

@@ -5,6 +5,11 @@ distribution, and on nothing else; never on neighbours, slot, bucket or chunking
 
 Probability mass is counted in integers, units of 2^-31 (as DB §7.3 and §7.5): sums of integers do
 not depend on the order of summation. Tokens below half a unit are therefore never drawn.
+
+- sample: one token per row, by adjust (biases, penalties, masks), filters (temperature, top-p, …), mass and draw.
+- drafts: drawn and judged. lists: log-probabilities that are reported. randomness: the counter-based numbers.
+- rows: parameters per row. options: parameters of the whole engine. fields: the table that declares a request's.
+- research: sampling as a function of plain arrays.
 """
 
 from deepinfer_jax.sampling.adjust import MAX_EDITS, Adjustments
