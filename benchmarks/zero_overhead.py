@@ -27,6 +27,9 @@ from deepinfer_jax.checkpoint.tiny import make_tiny  # noqa: E402
 from deepinfer_jax.engine.environ import env  # noqa: E402
 
 BATCH, ROUNDS, STEPS = (2, 1, 2) if "--smoke" in sys.argv else (32, 5, 20)  # the few only show that it runs
+CONFIG = Path(__file__).with_name("mid.json")
+if "--smoke" in sys.argv:
+    CONFIG = CONFIG.parents[1] / "tests" / "golden" / "A_s28" / "config.json"
 
 
 def engine(folder: Path, overlap: bool) -> LLMEngine:
@@ -71,7 +74,7 @@ def program_seconds(made: LLMEngine) -> float:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        make_tiny(Path(directory) / "mid", Path(__file__).with_name("mid.json"))
+        make_tiny(Path(directory) / "mid", CONFIG)
         engines = {name: engine(Path(directory) / "mid", overlap) for name, overlap in (("on", True), ("off", False))}
     os.sched_setaffinity(0, {HOST})  # this thread only
     found: dict[str, list[float]] = {"program": [], "on": [], "off": []}
