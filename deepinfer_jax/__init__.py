@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.model.forward import ForwardOutput, forward
     from deepinfer_jax.model.generation import generate_tokens
     from deepinfer_jax.model.vision import encode_image
-    from deepinfer_jax.sampling import SampleFn, SamplerState, sample_fn
+    from deepinfer_jax.sampling.research import SampleFn, SamplerState, sample_fn
     from deepinfer_jax.weights.params import Params
 
 __version__ = "0.1.0"
@@ -50,9 +50,9 @@ _HOME = {
     "draft": "model.dspark",
     "encode_image": "model.vision",
     "generate_tokens": "model.generation",
-    "sample_fn": "sampling",
-    "SampleFn": "sampling",
-    "SamplerState": "sampling",
+    "sample_fn": "sampling.research",
+    "SampleFn": "sampling.research",
+    "SamplerState": "sampling.research",
     "ModelConfig": "config.model_config",
     "Params": "weights.params",
     "ForwardOutput": "model.forward",

@@ -1,4 +1,4 @@
-"""The scheduler's door: takes sequences, makes plans, commits results, and proves that everybody gets on.
+"""`Scheduler`: takes sequences, makes plans, commits results; its docstring shows why every sequence finishes.
 
 The work is done by `decode.py` and `prefill.py` (the two steps of a plan), `commit.py` (results) and `lifecycle.py`
 (who waits, who holds what, and who loses it).

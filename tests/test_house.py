@@ -30,7 +30,8 @@ def test_the_package_leaves_jax_alone(package: str) -> None:
 
 def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error() -> None:
     for name in deepinfer_jax.__all__:
-        assert getattr(deepinfer_jax, name).__name__ == name
+        found = getattr(deepinfer_jax, name)
+        assert (found.__name__, found.__module__) == (name, f"deepinfer_jax.{deepinfer_jax._HOME[name]}")
         assert name in dir(deepinfer_jax)
     assert sorted(deepinfer_jax.__all__) == sorted(deepinfer_jax._HOME)
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):

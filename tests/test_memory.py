@@ -1,5 +1,6 @@
 """The memory plan against numbers worked out by hand, against the arrays themselves, and against brute force."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax.cache.paged import paged_state
-from deepinfer_jax.cache.pools import CacheShape, init_pools
+from deepinfer_jax.cache.paged import paged_state, state_specs
+from deepinfer_jax.cache.pools import CacheShape, StateSpec, init_pools
 from deepinfer_jax.checkpoint.init import init_params
 from deepinfer_jax.checkpoint.tiny_config import TINY
 from deepinfer_jax.config.model_config import PRECISIONS, ModelConfig, load_config, parse_config
 from deepinfer_jax.memory import device
 from deepinfer_jax.memory.demand import MemoryDemand
 from deepinfer_jax.memory.device import device_memory
-from deepinfer_jax.memory.parts import checkpoint_bytes, temporary_bytes, weight_bytes
+from deepinfer_jax.memory.parts import checkpoint_bytes, state_bytes, temporary_bytes, weight_bytes
 from deepinfer_jax.memory.plan import MemoryPlan, plan_memory
 from deepinfer_jax.memory.units import format_bytes
 from deepinfer_jax.runtime.slot_table import init_slot_table
@@ -310,3 +311,16 @@ def test_virtual_devices_share_the_host(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_sizes_are_written_with_three_figures(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_a_state_that_nobody_named_in_words_is_counted_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_one_more(*arguments: Any, **sizes: Any) -> tuple[StateSpec, ...]:
+        specs = state_specs(*arguments, **sizes)
+        return (*specs, dataclasses.replace(specs[0], name="scratch.0"))
+
+    monkeypatch.setattr("deepinfer_jax.memory.parts.state_specs", with_one_more)
+    per_block, per_slot = state_bytes(TINY_CONFIG, "reference", 8, True, 0)
+    counted = per_block | per_slot
+    assert counted["scratch"] > 0
+    monkeypatch.undo()
+    assert "scratch" not in str(state_bytes(TINY_CONFIG, "reference", 8, True, 0))

@@ -2,7 +2,7 @@
 
 Compressed entries and index keys grow with a sequence and lie in blocks; window keys, the tokens of open groups and
 n-gram tails lie in its slot, as rings over its last tokens (`cache/pools.py`). Every array leads with the dp rank,
-[data, blocks or slots, ...]: each index has pools of its own, so that they can lie on devices of their own.
+[data, blocks or slots, ...]: each rank has pools of its own, so that they can lie on devices of their own.
 
 Stored packed, a released entry takes 288 bytes, an index key 68, a window row 528; unpacked, each value takes the
 dtype of the precision. Both hold the same numbers, so results are equal bit for bit.

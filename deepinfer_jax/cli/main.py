@@ -141,7 +141,8 @@ def check(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
     trust_remote_code: _TrustOption = False,
 ) -> None:
-    """Prints the token contract of a model folder, one line per rule. Reads JSON and the tokenizer only."""
+    """Prints the token contract of a model folder, one line per rule. Reads JSON, the tokenizer and the headers of
+    tensor files."""
     with _errors_as_sentences():
         from deepinfer_jax.cli.check import run_check
 

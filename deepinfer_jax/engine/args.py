@@ -14,7 +14,7 @@ KVCacheFormat = Literal["packed", "unpacked"]
 OnImageMismatch = Literal["raise", "warn"]
 
 _DEFAULT_TOKENS_PER_BLOCK = 128
-# About 1400 snapshots of the released model.
+# About 1470 snapshots of the released model.
 _SNAPSHOT_MEMORY_BYTES = 4 << 30
 # About 26,000 rows of the released model: 140 images of 224 x 224 pixels, 27 of the largest.
 _IMAGE_CACHE_BYTES = 256 << 20
@@ -65,7 +65,7 @@ class EngineArgs:
         max_num_batched_tokens: most tokens of one iteration on each dp rank, at least max_num_seqs × (1 + drafts);
             None: with chunked prefill the larger of 2048 and that, else the largest of max_model_len, 4096 and that.
             Of prompts that may be cut, a step takes no more than `memory.device.prefill_tokens` in any case.
-        max_num_seqs: most sequences that run at once, over all dp ranks; each index has room for its share,
+        max_num_seqs: most sequences that run at once, over all dp ranks; each has room for its share,
             rounded up.
         disable_log_stats: no statistics in the log; `LLMEngine.stats()` has them all the same.
         revision, tokenizer_revision: forwarded to the tokenizer only, as in DeepInfer.
@@ -193,8 +193,8 @@ class EngineArgs:
             self._check_integer(name, at_least=0)
         if self.context_parallel_size != 1:
             raise ValueError(
-                f"context_parallel_size is {self.context_parallel_size}, but this version runs a prompt on one data "
-                "index; leave it 1 and use data_parallel_size and expert_parallel_size"
+                f"context_parallel_size is {self.context_parallel_size}, but this version runs a prompt on one "
+                "data-parallel rank; leave it 1 and use data_parallel_size and expert_parallel_size"
             )
         if self.engram_parallel_size not in (0, self.num_devices):
             raise ValueError(

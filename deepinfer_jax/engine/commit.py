@@ -1,4 +1,5 @@
-"""The results of a step, once they are there, to what later steps go by."""
+"""Waits for a launched step, and hands its results to scheduler, feature cache and draft policy; `requests/results.py`
+makes the outputs."""
 
 import time
 from dataclasses import dataclass

@@ -54,8 +54,9 @@ def launch(
     config: EngineConfig,
     features: FeatureCache | None = None,
 ) -> list[Launched]:
-    """Launches a plan: what others left behind is poisoned, earlier state comes back, then images that the prefill step
-    needs, the prefill step, then the decode step; a snapshot is read before the next step can touch its slot.
+    """Launches a plan: what others left behind is poisoned, earlier state comes back, changes of logits and masks are
+    written, then images that the prefill step needs are encoded; then the prefill step and the decode step. A snapshot
+    is read before the next step can touch its slot.
 
     features: of the vision tower; None without one.
     """

@@ -32,7 +32,7 @@ class MemoryDemand:
         data_parallel_size, expert_parallel_size: the mesh; their product is the number of devices.
         memory: bytes of each device; None: not limited.
         utilization: share of `memory` that may be used, in (0, 1].
-        max_num_seqs: most running sequences, over all dp ranks; each index has an equal share, rounded up.
+        max_num_seqs: most running sequences, over all dp ranks; each has an equal share, rounded up.
         max_model_len: most tokens of one sequence; None: as many as the model was trained for, if memory allows.
         max_prefill_tokens: most new tokens of a prefill step, of each dp rank; None: `prefill_tokens(platform)`.
         tokens_per_block: tokens of one block.

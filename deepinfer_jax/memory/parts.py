@@ -24,7 +24,7 @@ from deepinfer_jax.scheduler.buckets import MAX_PREFILL_ROWS
 from deepinfer_jax.weights.layout import DTYPE_BYTES, ParamSpec, param_specs
 from deepinfer_jax.weights.sharding import DATA, EXPERT, param_sharding, placed_shape
 
-# What `PagedCache` calls its parts, in words.
+# What `PagedCache` calls its parts, in words; a part that is not here has its own name.
 _STATE_NAMES = {
     "entries": "compressed KV",
     "index_keys": "index keys",
@@ -98,7 +98,8 @@ def state_bytes(
     """
     sizes: dict[str, Counter[str]] = {"block": Counter(), "slot": Counter()}
     for spec in state_specs(config, precision, tokens_per_block=tokens_per_block, packed=packed):
-        sizes[spec.per][_STATE_NAMES[spec.name.split(".")[0]]] += spec.nbytes(num_drafts)
+        name = spec.name.split(".")[0]
+        sizes[spec.per][_STATE_NAMES.get(name, name)] += spec.nbytes(num_drafts)
     return dict(sizes["block"]), dict(sizes["slot"])
 
 

@@ -1,7 +1,7 @@
 """What an engine keeps on each device, and what fits (design.md §6): from shapes alone, nothing is allocated.
 
 A mesh is data x expert. Weights lie as `sharding.py` says; each dp rank has its own blocks and slots, which every
-device of that index holds; temporaries are those of one dp rank's rows.
+device of that rank holds; temporaries are those of one dp rank's rows.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The one forward pass: new tokens through all layers and into a cache of any kind (model.md Appendix A)."""
+"""Runs new tokens through all layers and into a cache of any kind: `hidden_states`, `layer` (model.md Appendix A)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""One layer's two sublayers, attention and experts, of backbone and draft alike (model.md §4, Appendix A)."""
+"""The pair of sublayers, attention and experts, that layers of the backbone and of the draft share (model.md §4)."""
 
 import dataclasses
 from collections.abc import Callable

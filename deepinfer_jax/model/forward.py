@@ -1,4 +1,4 @@
-"""The public forward pass on a dense cache (design.md §4), and the head. `backbone.py` has the layers."""
+"""The public `forward` over `backbone.py`, on a dense cache (design.md §4), and the head."""
 
 import functools
 from collections.abc import Iterable, Mapping

@@ -93,7 +93,7 @@ class StepModel(Protocol):
         """Width of its logits."""
 
     def state(self, tokens_per_block: int) -> Any:
-        """All that it keeps of a sequence, a pytree of `state.StateSpec`; the cache is the same tree of pools."""
+        """All that it keeps of a sequence, a pytree of `cache.pools.StateSpec`; the cache is the same tree of pools."""
 
     def advance(self, params: Any, cache: Any, batch: StepBatch) -> Advanced:
         """Runs the new tokens of each row.

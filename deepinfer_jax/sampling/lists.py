@@ -1,4 +1,4 @@
-"""What is told of a distribution: log-probabilities of tokens, lists of the likeliest, sums."""
+"""Reports on a distribution: log-probabilities of tokens, lists of the likeliest, sums."""
 
 import jax
 import jax.numpy as jnp

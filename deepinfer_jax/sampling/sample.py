@@ -1,4 +1,4 @@
-"""One token per row."""
+"""`sample`: the whole sampler, from logits to one token per row and what is reported of it."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The grammars of an engine's requests are compiled beside the step loop."""
+"""`GrammarCompiler`: the requests that wait for their grammar, which the threads of `structured/pool.py` compile."""
 
 from dataclasses import dataclass
 from typing import Any

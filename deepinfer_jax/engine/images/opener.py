@@ -1,4 +1,4 @@
-"""The images of an engine's requests are opened beside the step loop.
+"""`ImageOpener`: the requests that wait for their images, which the threads of `workers.py` open.
 
 The images that lie ready for requests that have not started are bounded (`ImageWorkers`); what runs keeps its own, from
 which it is computed again after a preemption.

@@ -1,4 +1,4 @@
-"""What the host tells the device about the rows of a step: a column of numbers for each thing to know."""
+"""The columns of `runtime/step_input.py`, gathered from the requests of a step; it packs them into one array."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def prefill_columns(step: PrefillStep[Request], keep_tokens: int | None = None) 
     counts from the end of what prefill steps compute, after a preemption with output.
 
     Arguments:
-        keep_tokens: `EngineLimits.keep_tokens`.
+        keep_tokens: `EngineConfig.keep_tokens`.
     """
     params = [sequence.request.params for sequence in step.sequences]
     ends = (step.starts + step.num_new_tokens).tolist()

@@ -1,4 +1,4 @@
-"""A request as its caller gave it to one that can run, or to the reason why it cannot: every door checks by this."""
+"""`prepare` checks a request once, for every door: it gives one that can run, or the reason why it cannot."""
 
 import dataclasses
 from collections.abc import Iterator

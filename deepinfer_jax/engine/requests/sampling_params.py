@@ -126,7 +126,9 @@ class SamplingParams(SamplerScalars):
     @property
     def greedy(self) -> bool:
         """Whether the token is the exact argmax. Read off the fields, so that `dataclasses.replace` keeps it."""
-        return (self.temperature, self.top_p, self.top_k) == (GREEDY_TEMPERATURE, 1.0, -1)
+        filters = [name for name, scalar in sampler_scalars().items() if scalar.kind == "filter"]
+        is_off = all(getattr(self, name) == getattr(SamplerScalars, name) for name in filters)
+        return self.temperature == GREEDY_TEMPERATURE and is_off
 
     @property
     def penalised(self) -> bool:
