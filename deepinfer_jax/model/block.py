@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.rowwise import rowwise
 from deepinfer_jax.model.hyper_connections import Mix, collapse, expand, mix_coefficients
 from deepinfer_jax.model.moe import expert_scores, expert_weights, moe, select_experts
@@ -38,6 +39,7 @@ def block(
     policy: PrecisionPolicy,
     probe: Probe,
     mesh: Mesh | None,
+    kernels: KernelChoice,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention and experts, each collapsing with the previous sublayer's pre and expanding with its own mix (T3).
 
@@ -60,7 +62,7 @@ def block(
     expert_ids = probe(f"{name}.moe.expert_ids", expert_ids)
     weights = expert_weights(scores, expert_ids, text.routed_scaling_factor)
     weights = probe(f"{name}.moe.expert_weights", weights)
-    y = probe(f"{name}.moe.output", moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh))
+    y = probe(f"{name}.moe.output", moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh, kernels))
     return probe(f"{name}.streams", rowwise(expand, y, streams, mix)), probe(f"{name}.pre", mix.pre)
 
 

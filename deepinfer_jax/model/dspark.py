@@ -207,6 +207,7 @@ def _final_streams(
                 policy=policy,
                 probe=Probe((), ()),
                 mesh=params.mesh,
+                kernels=kernels,
             )
     return rowwise(collapse, streams, pre)
 

@@ -245,6 +245,7 @@ def _run_layers(
                 policy=policy,
                 probe=probe,
                 mesh=params.mesh,
+                kernels=step.kernels,
             )
     if taps and params.draft is not None:
         gathered = probe("taps", jnp.concatenate([taps[i] for i in text.dspark_target_layer_ids], axis=-1))

@@ -75,6 +75,7 @@ def _run_blocks(
             policy=policy,
             mesh=params.mesh,
             probe=probe,
+            kernels=KernelChoice(),
         )
         streams = golden[f"L{plan.index}/out"].astype(policy.dtype)
         pre = golden[f"L{plan.index}/pre_mix"]
