@@ -69,16 +69,12 @@ class Shape:
         )
 
 
-# Decode of 1, 1 x 6 (with drafts), 64 and 256 x 6 tokens, and a prefill, at released sizes.
-RELEASED = tuple(
-    Shape(name, tokens, 6, 384, 5120, 2304)
-    for name, tokens in (
-        ("decode 1", 1),
-        ("decode 1x6", 6),
-        ("decode 64", 64),
-        ("decode 256x6", 1536),
-        ("prefill 2048", 2048),
-    )
+# Decode with and without five drafts, a prefill, and a block of drafts of 64 sequences, at released sizes.
+RELEASED = (
+    Shape("decode 1", 1, 6, 384, 5120, 2304),
+    Shape("verify 1x6", 6, 6, 384, 5120, 2304),
+    Shape("decode 64", 64, 6, 384, 5120, 2304),
+    Shape("verify 256x6", 1536, 6, 384, 5120, 2304),
+    Shape("prefill 2048", 2048, 6, 384, 5120, 2304),
+    Shape("draft 64x5", 320, 3, 128, 5120, 2304),
 )
-# A draft block: 5 rows, 3 of 128 experts (model.md §9).
-RELEASED_DRAFT = Shape("draft 64x5", 320, 3, 128, 5120, 2304)
