@@ -5,8 +5,8 @@ programs of idle tiles leave at once. The first kernel gives z = swiglu(w1 x, w3
 
 Channel 4 j + i stands in nibble i of 16-bit word j of a packed row. Interleaving the four would cost more than decoding
 them, so there are four products instead, over words: product i takes the channels i, 4 + i, 8 + i, … of the
-activations, which are stored in that order (`by_nibble`). Results have the same bits for any tile and any neighbours:
-every row is summed over the words in the same order.
+activations, which are stored in that order (`by_nibble`). Every row is summed over the words in one order, whatever its
+tile, its neighbours and their number.
 """
 
 import functools
@@ -28,6 +28,8 @@ from .reference import ascending, gated, ordered_sum, routed_experts_reference
 
 Array = jax.Array
 
+# Input channels of one round of a program's loop. One number for all sizes: it is the order of every sum.
+_ROUND_CHANNELS = 128
 _GROUP = 32  # channels that share one scale
 _GROUP_WORDS = _GROUP // CODES_PER_WORD
 
@@ -38,12 +40,10 @@ class ProgramSizes:
 
     Attributes:
         columns: output columns, a multiple of 32.
-        channels: input channels of one round of its loop; at least 64, since a matrix unit takes 16 words.
         warps, stages: what the compiler makes of it: groups of 32 threads, and rounds that are loaded ahead.
     """
 
     columns: int
-    channels: int
     warps: int
     stages: int
 
@@ -57,9 +57,9 @@ class TileSizes:
     down: ProgramSizes
 
 
-_FEW_PAIRS = TileSizes(16, ProgramSizes(64, 256, 4, 4), ProgramSizes(128, 256, 4, 3))
-_SOME_PAIRS = TileSizes(16, ProgramSizes(128, 128, 4, 4), ProgramSizes(128, 256, 4, 3))
-_MANY_PAIRS = TileSizes(32, ProgramSizes(128, 64, 4, 4), ProgramSizes(128, 128, 4, 4))
+_FEW_PAIRS = TileSizes(16, ProgramSizes(64, warps=4, stages=4), ProgramSizes(128, warps=4, stages=4))
+_SOME_PAIRS = TileSizes(16, ProgramSizes(128, warps=4, stages=4), ProgramSizes(128, warps=4, stages=4))
+_MANY_PAIRS = TileSizes(32, ProgramSizes(128, warps=8, stages=3), ProgramSizes(128, warps=4, stages=4))
 
 
 def tile_sizes(pairs: int, experts: int) -> TileSizes:
@@ -219,9 +219,7 @@ def _gate_up_kernel(
         matrices = ((gate_codes_ref, gate_scales_ref), (up_codes_ref, up_scales_ref))
         gate, up = (
             total.astype(z_ref.dtype)
-            for total in _products(
-                x_ref, pair // k, pair < pairs, matrices, expert_ref[tile], channel, sizes, interpret
-            )
+            for total in _products(x_ref, pair // k, pair < pairs, matrices, expert_ref[tile], channel, interpret)
         )
         weight = backend.load(weight_ref.at[pair], mask=pair < pairs, other=0)
         z = gated(gate, up, weight, limit).astype(z_ref.dtype)
@@ -253,7 +251,7 @@ def _down_kernel(
         pair = backend.load(pair_ref.at[places])
         channel = block * sizes.columns + jnp.arange(sizes.columns)
         matrices = ((codes_ref, scales_ref),)
-        (out,) = _products(z_ref, places, pair < pairs, matrices, expert_ref[tile], channel, sizes, interpret)
+        (out,) = _products(z_ref, places, pair < pairs, matrices, expert_ref[tile], channel, interpret)
         mask = (pair < pairs)[:, None] & (channel < hidden)[None, :]
         backend.store(out_ref.at[pair[:, None], channel[None, :]], out.astype(out_ref.dtype), mask=mask)
 
@@ -265,7 +263,6 @@ def _products(
     matrices: tuple[tuple[Any, Any], ...],
     expert: Array,
     columns: Array,
-    sizes: ProgramSizes,
     interpret: bool,
 ) -> tuple[Array, ...]:
     """Rows of x times columns of one expert's matrices.
@@ -281,7 +278,7 @@ def _products(
         float32 [rows, columns] for each matrix.
     """
     channels, all_columns = x_ref.shape[1], matrices[0][0].shape[1]
-    all_words, step_words = channels // CODES_PER_WORD, sizes.channels // CODES_PER_WORD
+    all_words, step_words = channels // CODES_PER_WORD, _ROUND_CHANNELS // CODES_PER_WORD
     stored = (columns < all_columns)[:, None]
 
     def run(wide: bool) -> tuple[tuple[Array, ...], Array]:

@@ -298,7 +298,7 @@ class TestTriton:
         tiles = min(pairs, shape.experts)  # of as many experts as can be
         for program, columns in ((sizes.gate_up, shape.inner), (sizes.down, shape.hidden)):
             assert tiles * -(-columns // program.columns) >= 132
-            assert program.columns % 32 == 0 and program.channels >= 64
+            assert program.columns % 32 == 0
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
