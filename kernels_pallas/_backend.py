@@ -13,7 +13,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 load = pltriton.load
+store = pltriton.store
 program_id = pl.program_id
+when = pl.when
+
+# Offsets into a one-byte array are computed in 32 signed bits unless the array exceeds 2^32 bytes (jax 0.12).
+WRAPPING_BYTES = range(2**31 + 1, 2**32 + 1)
+
+
+def inline_ptx(ptx: str, arguments: list[jax.Array], constraints: str, *, pack: int) -> jax.Array:
+    """`pack` elements at a time through some PTX: bfloat16 of the arguments' shape. Not for the interpreter."""
+    result = jax.ShapeDtypeStruct(arguments[0].shape, jnp.bfloat16)
+    [value] = pltriton.elementwise_inline_asm(
+        ptx, args=arguments, constraints=constraints, pack=pack, result_shape_dtypes=[result]
+    )
+    return value
 
 
 def load_rows(ref: Any, lead: tuple[jax.Array, ...], rows: jax.Array, real: jax.Array, columns: range) -> jax.Array:

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,10 +28,14 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.kernels.experts import routed_experts
+from deepinfer_jax.kernels.experts.shapes import RELEASED as RELEASED_EXPERTS
+from deepinfer_jax.kernels.launches import count_launches
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.kernels.sparse_attention.shapes import RELEASED_DECODE
 
 TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that holds a Pallas-Triton kernel
+PALLAS_KERNELS = ("sparse_attention", "expert_gate_up", "expert_down")
 CHILD_SECONDS = 600  # a step program takes about one minute of a quiet machine
 
 
@@ -112,12 +117,18 @@ class Case:
 
 def all_cases(choice: KernelChoice) -> list[Case]:
     """Every kernel at every released shape as `choice` runs it, each with its plain XLA twin for comparison."""
+    operations: tuple[tuple[Callable[..., Any], str, tuple[Any, ...]], ...] = (
+        (sparse_attention, choice.sparse_attention, RELEASED_DECODE),
+        (routed_experts, choice.experts, RELEASED_EXPERTS),
+    )
     cases = []
-    for shape in RELEASED_DECODE:
-        for label, one in (("sparse_attention", choice), ("sparse_attention, XLA", KernelChoice())):
-            program = functools.partial(sparse_attention, **shape.options, choice=one)
-            pallas = one.sparse_attention == "triton"
-            cases.append(Case(label, shape.name, program, shape.abstract_arguments(), pallas))
+    for operation, implementation, shapes in operations:
+        name = operation.__name__
+        for shape in shapes:
+            program, arguments = functools.partial(operation, **shape.options), shape.abstract_arguments()
+            chosen, twin = (functools.partial(program, choice=one) for one in (choice, KernelChoice()))
+            cases.append(Case(name, shape.name, chosen, arguments, implementation == "triton"))
+            cases.append(Case(f"{name}, XLA", shape.name, twin, arguments, False))
     return cases
 
 
@@ -159,23 +170,41 @@ def compile_for(
 
 
 def compile_case(gpu: Gpu, number: int) -> dict[str, float]:
-    """Compile case `number` of `all_cases` for `gpu` in this process: {"seconds", "temp_bytes"}.
+    """Compile case `number` of `all_cases` for `gpu` in this process: {"seconds", "temp_bytes", "launches", "syncs"}.
 
     Raises:
         RuntimeError: XLA, Triton or ptxas refuses, a kernel spills registers, or the choice for this GPU's
-            devices holds no kernel where there should be one.
+            devices holds no kernel where there should be one, or it waits for the device beside one.
     """
     topology = topology_of(gpu)
     case = all_cases(KernelChoice.for_devices(topology.devices))[number]
     compiled, seconds = compile_for(topology, case.program, case.arguments, refuse_spills=case.pallas)
-    if case.pallas != (TRITON_CALL in compiled.as_text()):
+    text = compiled.as_text()
+    if case.pallas != (TRITON_CALL in text):
         raise RuntimeError(f"the program for {gpu.kind} holds {'no' if case.pallas else 'a'} Pallas kernel")
-    return {"seconds": seconds, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    launches = count_launches(text)
+    if case.pallas and launches.syncs:
+        raise RuntimeError(f"the program for {gpu.kind} waits {launches.syncs} times for the device")
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return {"seconds": seconds, "temp_bytes": temporary, "launches": launches.kernels, "syncs": launches.syncs}
 
 
-def run_child(module: str, *arguments: str) -> dict[str, float] | str:
-    """Runs `python -m module` in a process of its own: the JSON object that it prints last, or why there is none."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # skips the check for a CUDA driver
+def kernel_registers(log: str) -> dict[str, int]:
+    """Registers of each thread of the Pallas kernels that ptxas reports in `log`."""
+    entries = re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL)
+    return {name: int(registers) for name, registers in entries if name.startswith(PALLAS_KERNELS)}
+
+
+def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
+    """Runs `python -m module` in a process of its own: the JSON object that it prints last, or why there is none.
+
+    `kernel_registers` of what it compiled stand in it as "registers".
+    """
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",  # skips the check for a CUDA driver
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "subprocess_compilation=3",  # logs what ptxas says
+    }
     command = [sys.executable, "-m", module, *arguments]
     try:
         child = subprocess.run(
@@ -184,25 +213,27 @@ def run_child(module: str, *arguments: str) -> dict[str, float] | str:
     except subprocess.TimeoutExpired:
         return f"no result after {CHILD_SECONDS} s"
     if child.returncode == 0:
-        return dict(json.loads(child.stdout.splitlines()[-1]))
+        return json.loads(child.stdout.splitlines()[-1]) | {"registers": kernel_registers(child.stderr)}
     if child.returncode < 0:
         return f"the compiler died of signal {-child.returncode}"
     reasons = [line for line in child.stderr.splitlines() if "Error: " in line]
     return (reasons or child.stderr.splitlines() or ["no message"])[-1]
 
 
-def compile_in_child(gpu: Gpu, number: int) -> dict[str, float] | str:
+def compile_in_child(gpu: Gpu, number: int) -> dict[str, Any] | str:
     """`compile_case` in a process of its own, as a fatal error of the compiler ends the process: result or reason."""
     return run_child(__spec__.name, "--child", gpu.name, str(number))
 
 
-def print_result(what: str, shape: str, gpu: Gpu, result: dict[str, float] | str) -> bool:
+def print_result(what: str, shape: str, gpu: Gpu, result: dict[str, Any] | str) -> bool:
     """Prints one row of the table for a result of `run_child`; returns whether it compiled."""
     row = f"{what:24}{shape:22}{gpu.name:6}"
     if isinstance(result, str):
-        print(f"{row}{'':22}  FAILED: {result}", flush=True)
+        print(f"{row}{'':38}  FAILED: {result}", flush=True)
         return False
-    print(f"{row}{result['seconds']:8.2f}{result['temp_bytes']:14,}  ok", flush=True)
+    counts = f"{result.get('launches', ''):>10}{result.get('syncs', ''):>6}"
+    registers = "".join(f", {name} {count} registers" for name, count in result.get("registers", {}).items())
+    print(f"{row}{result['seconds']:8.2f}{result['temp_bytes']:14,}{counts}  ok{registers}", flush=True)
     return True
 
 
@@ -227,7 +258,10 @@ def main(arguments: list[str]) -> int:
         return 0
     if not has_cuda_plugin():
         return 1
-    print(f"{'kernel':24}{'shape':22}{'GPU':6}{'seconds':>8}{'temp bytes':>14}  result", flush=True)
+    print(
+        f"{'kernel':24}{'shape':22}{'GPU':6}{'seconds':>8}{'temp bytes':>14}{'launches':>10}{'syncs':>6}  result",
+        flush=True,
+    )
     failures = 0
     for gpu in [by_name[options.gpu]] if options.gpu else GPUS:
         for number, case in enumerate(all_cases(KernelChoice.for_platform("cuda", gpu.kind))):

@@ -104,6 +104,7 @@ def layer(
         policy=context.policy,
         probe=probe,
         mesh=context.mesh,
+        kernels=context.kernels,
     )
 
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.model.carry import Carry
 from deepinfer_jax.model.hyper_connections import enter_sublayer, expand
 from deepinfer_jax.model.moe import expert_scores, expert_weights, moe, select_experts
@@ -41,6 +42,7 @@ def block(
     policy: PrecisionPolicy,
     probe: Probe,
     mesh: Mesh | None,
+    kernels: KernelChoice,
 ) -> tuple[jax.Array, Carry]:
     """Attention and experts, each collapsing with the previous sublayer's pre and expanding with its own mix (T3).
 
@@ -65,7 +67,7 @@ def block(
     expert_ids, carry = probe(f"{name}.moe.expert_ids", expert_ids, carry)
     weights = expert_weights(scores, expert_ids, scale=text.routed_scaling_factor)
     weights, carry = probe(f"{name}.moe.expert_weights", weights, carry)
-    y = moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh)
+    y = moe(x, params.ffn, expert_ids, weights, valid, text, policy, mesh, kernels)
     y, carry = probe(f"{name}.moe.output", y, carry)
     streams, carry = probe(f"{name}.streams", expand(y, streams, mix), carry)
     pre, carry = probe(f"{name}.pre", mix.pre, carry)

@@ -206,6 +206,7 @@ def _final_streams(
                 policy=policy,
                 probe=Probe(),
                 mesh=params.mesh,
+                kernels=kernels,
             )
     return collapse(streams, carry.pre)
 

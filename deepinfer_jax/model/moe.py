@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config.model_config import TextConfig
 from deepinfer_jax.config.precision import PrecisionPolicy
+from deepinfer_jax.kernels.choice import KernelChoice
 from deepinfer_jax.kernels.dot import matmul
 from deepinfer_jax.kernels.experts import routed_experts, swiglu
 from deepinfer_jax.kernels.formats import fake_quant_fp8
@@ -89,6 +90,7 @@ def moe(
     text: TextConfig,
     policy: PrecisionPolicy,
     mesh: Mesh | None,
+    kernels: KernelChoice,
 ) -> jax.Array:
     """y = bf16( Σ experts + shared ), fp32 sum in ascending expert id, shared last.
 
@@ -97,6 +99,7 @@ def moe(
         expert_ids, expert_weights: [batch, time, k].
         valid: bool [batch, time]; padding rows are not sent to the routed experts.
         mesh: what the routed experts are spread over, or None.
+        kernels: which implementation of the routed experts runs; on a mesh always the reference.
     """
     batch, time, hidden = x.shape
     limit, quantize = text.swiglu_limit, policy.quantize_activations
@@ -110,7 +113,8 @@ def moe(
             routed = dispatched_experts(rows, experts, *arguments, mesh, limit=limit, quantize_input=quantize)
         else:
             w1, w3, w2 = experts.w1, experts.w3, experts.w2
-            routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize)
+            choice = kernels if mesh is None else KernelChoice()  # XLA does not partition a Pallas call
+            routed = routed_experts(rows, w1, w3, w2, *arguments, limit=limit, quantize_input=quantize, choice=choice)
         routed = routed.reshape(batch, time, hidden)
     return _add_shared(x, routed, params=params.shared_experts, limit=limit, policy=policy)
 

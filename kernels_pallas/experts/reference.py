@@ -30,13 +30,17 @@ def swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
 
     gate, up: [..., intermediate]; weight: float32, broadcast over the last axis, or None.
     """
+    return round_to(gated(gate, up, weight, limit), gate.dtype)
+
+
+def gated(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
+    """`swiglu` before it is rounded, float32."""
     a = jnp.minimum(gate.astype(jnp.float32), limit)
     u = jnp.clip(up.astype(jnp.float32), -limit, limit)
-    z = jax.nn.silu(a) * u if weight is None else weight[..., None] * jax.nn.silu(a) * u
-    return round_to(z, gate.dtype)
+    return jax.nn.silu(a) * u if weight is None else weight[..., None] * jax.nn.silu(a) * u
 
 
-def routed_experts(
+def routed_experts_reference(
     x: Array,
     w1: Weight,
     w3: Weight,
@@ -47,20 +51,7 @@ def routed_experts(
     limit: float,
     quantize_input: bool,
 ) -> Array:
-    """Σ over a token's experts of w2 · swiglu(w1 x, w3 x; weight).
-
-    Args:
-        x: [tokens, hidden], bfloat16 or float32.
-        w1, w3: [experts, intermediate, hidden].
-        w2: [experts, hidden, intermediate].
-        expert_ids: int32 [tokens, k], distinct in a row; an id equal to the number of experts contributes nothing.
-        weights: float32 [tokens, k].
-        limit: clamp of both branches (`swiglu_limit`).
-        quantize_input: FP8 activation quantiser in front of each product (model.md §2.3).
-
-    Returns:
-        float32 [tokens, hidden]; each expert's output is rounded to the dtype of `x` before the sum.
-    """
+    """`routed_experts` (see the package); differentiable in x, weights and weights that are plain arrays."""
     if jax.tree.leaves(w1)[0].shape[0] <= _DENSE_WASTE * expert_ids.shape[1]:
 
         def dense(x: Array, expert_ids: Array, weights: Array) -> Array:
@@ -73,8 +64,12 @@ def routed_experts(
 
 def ascending(expert_ids: Array, weights: Array) -> tuple[Array, Array]:
     """The same pairs with each row's experts in ascending order, the order of the sum."""
-    order = jnp.argsort(expert_ids, axis=-1)
-    return jnp.take_along_axis(expert_ids, order, axis=-1), jnp.take_along_axis(weights, order, axis=-1)
+    k = expert_ids.shape[1]
+    key = expert_ids * k + jnp.arange(k)  # distinct, also where ids are not
+    before = jnp.sum(key[:, None, :] < key[:, :, None], axis=-1)
+    chosen = before[:, None, :] == jnp.arange(k)[:, None]  # [tokens, k, k]: the one pick that comes to each place
+    expert_ids = jnp.sum(jnp.where(chosen, expert_ids[:, None, :], 0), axis=-1)
+    return expert_ids, jnp.sum(jnp.where(chosen, weights[:, None, :], 0), axis=-1)
 
 
 def expert_outputs(
@@ -148,7 +143,7 @@ def _pair_by_pair(
 def _tiled(
     x: Array, w1: Weight, w3: Weight, w2: Weight, ids: Array, weights: Array, limit: float, quantize_input: bool
 ) -> Array:
-    tokens = ids.shape[0]
+    tokens, k = ids.shape
     experts = jax.tree.leaves(w1)[0].shape[0]
     tile = TILE_ROWS if is_batch_invariant() else _tile_rows(ids.size, experts)
     plan = plan_tiles(ids, experts, tile)
@@ -169,7 +164,7 @@ def _tiled(
         return lax.cond(row[0] < tokens, compute, lambda: jnp.zeros((tile, x.shape[-1]), x.dtype))
 
     # checkpoint: a backward pass takes each tile's matrices again instead of keeping a copy per tile.
-    work = (plan.expert, plan.row, pair_weight)
+    work = (plan.expert, plan.pair // k, pair_weight)
     out = lax.map(jax.checkpoint(one_tile, prevent_cse=False), work).reshape(tiles * tile, -1)
     return jnp.take(out, plan.place, axis=0, mode="fill", fill_value=0)
 

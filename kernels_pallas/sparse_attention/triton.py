@@ -27,8 +27,6 @@ BLOCK_KEYS = 32
 PART_BYTES = 256
 NUM_WARPS = 8
 NUM_STAGES = 2
-# Offsets into a one-byte array are computed in 32 signed bits unless the array exceeds 2^32 bytes (jax 0.12).
-WRAPPING_BYTES = range(2**31 + 1, 2**32 + 1)
 
 
 def refusal(query: jax.Array, entries: Entries | None) -> str | None:
@@ -37,7 +35,7 @@ def refusal(query: jax.Array, entries: Entries | None) -> str | None:
     if dim < 32 or dim & (dim - 1):
         return f"head dim {dim} is not a power of two of at least 32"
     stored = entries.pages if isinstance(entries, PagedEntries) else entries
-    if isinstance(stored, PackedEntries) and stored.codes.size in WRAPPING_BYTES:
+    if isinstance(stored, PackedEntries) and stored.codes.size in backend.WRAPPING_BYTES:
         return f"offsets into {stored.codes.size} bytes of packed entries would wrap in 32 bits"
     return None
 

@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -11,6 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from deepinfer_jax.kernels import aot
 from deepinfer_jax.kernels.choice import KernelChoice
+from deepinfer_jax.kernels.experts import routed_experts
+from deepinfer_jax.kernels.experts.shapes import RELEASED as RELEASED_EXPERTS
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 from deepinfer_jax.kernels.sparse_attention.shapes import RELEASED_DECODE
 
@@ -38,13 +41,19 @@ class Device:
 )
 def test_the_kind_of_device_decides(platform: str, kind: str, implementation: str) -> None:
     choice = KernelChoice.for_platform(platform, kind)
-    assert choice == KernelChoice(sparse_attention=implementation, interpret=False)
+    assert choice == KernelChoice(sparse_attention=implementation, experts=implementation, interpret=False)
     assert choice == KernelChoice.for_devices([Device(platform, kind)] * 2)
-    assert hash(choice) == hash(KernelChoice(sparse_attention=implementation))
+    assert hash(choice) == hash(KernelChoice(sparse_attention=implementation, experts=implementation))
 
 
 def test_the_devices_of_this_machine_have_a_choice() -> None:
     assert KernelChoice.for_devices(jax.devices("cpu")) == KernelChoice()
+
+
+@pytest.mark.parametrize("operation", ["sparse_attention", "experts"])
+def test_an_unknown_implementation_is_refused_with_the_names_that_are_known(operation: str) -> None:
+    with pytest.raises(ValueError, match=f"{operation} has no implementation 'cuda': choose one of reference, triton"):
+        KernelChoice(**{operation: "cuda"})
 
 
 @pytest.mark.parametrize("devices", [[], [Device("cuda", "NVIDIA H100"), Device("cpu", "cpu")]], ids=["none", "mixed"])
@@ -58,14 +67,17 @@ def test_devices_without_one_common_choice_are_refused(devices: list[Device]) ->
 def test_every_gpu_that_is_compiled_for_runs_the_kernel(gpu: aot.Gpu) -> None:
     choice = KernelChoice.for_platform("cuda", gpu.kind)
     kernels = [case for case in aot.all_cases(choice) if case.pallas]
-    assert len(kernels) == len(RELEASED_DECODE)
+    assert len(kernels) == len(RELEASED_DECODE) + len(RELEASED_EXPERTS)
     device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    shape = RELEASED_DECODE[0]
-    program = jax.jit(functools.partial(sparse_attention, **shape.options, choice=choice))
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = program.trace(*shape.abstract_arguments()).lower(lowering_platforms=("cuda",))
-    assert aot.TRITON_CALL in lowered.as_text()
+    for operation, shape, calls in (
+        (sparse_attention, RELEASED_DECODE[0], 1),
+        (routed_experts, RELEASED_EXPERTS[0], 2),
+    ):
+        program = jax.jit(functools.partial(operation, **shape.options, choice=choice))
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = program.trace(*shape.abstract_arguments()).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count(aot.TRITON_CALL) == calls
 
 
 def test_gpu_compilation_without_the_cuda_plugin_says_how_to_get_it(
@@ -79,16 +91,23 @@ def test_gpu_compilation_without_the_cuda_plugin_says_how_to_get_it(
 def test_one_failing_case_fails_the_whole_compilation_and_shows_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compile_in_child(gpu: aot.Gpu, number: int) -> dict[str, float] | str:
-        return "RESOURCE_EXHAUSTED" if number == 3 else {"seconds": 1.0, "temp_bytes": 4096}
+    def compile_in_child(gpu: aot.Gpu, number: int) -> dict[str, Any] | str:
+        counts = {"launches": 7, "syncs": 2, "registers": {"expert_down": 178}}
+        return "RESOURCE_EXHAUSTED" if number == 3 else {"seconds": 1.0, "temp_bytes": 4096} | counts
 
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(aot, "compile_in_child", compile_in_child)
     assert aot.main(["--gpu", "B200"]) == 1
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 2 * len(RELEASED_DECODE) + 2
+    assert len(table) == 2 * len(RELEASED_DECODE) + 2 * len(RELEASED_EXPERTS) + 2
     assert table[4].endswith("FAILED: RESOURCE_EXHAUSTED") and table[-1] == "1 failed"
-    assert "4,096  ok" in table[1]
+    assert table[1].endswith("4,096         7     2  ok, expert_down 178 registers")
+
+
+def test_the_registers_of_kernels_are_read_from_what_ptxas_says() -> None:
+    said = "ptxas info : Compiling entry function '{}' for 'sm_90a'\n 0 bytes stack\nptxas info : Used {} registers"
+    log = "\n".join(said.format(*entry) for entry in (("expert_down", 178), ("loop_add_fusion", 20)))
+    assert aot.kernel_registers(log) == {"expert_down": 178}
 
 
 def test_a_child_that_cannot_compile_gives_its_reason() -> None:

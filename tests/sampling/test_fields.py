@@ -46,7 +46,7 @@ def test_a_scalar_in_the_table_and_its_filter_travel_from_request_to_token(tmp_p
     assert found["columns"] == [1, 1]
     assert found["slots"] == [[[0, 0, 0]], "int32"]
     assert found["rows"] == [[0, 0], "int32"]
-    assert found["bytes"] == slot_table_bytes(VOCAB, 0) + 4
+    assert found["bytes"] == slot_table_bytes(VOCAB, 0).slot + 4
     for drawn in (found["sampled"], found["researched"]):
         assert min(drawn["free"]) < LEAST <= min(drawn["bound"])
 

@@ -58,7 +58,7 @@ def main() -> None:
         "columns": [names.count("least_id") for names in (PREFILL_COLUMNS, RESTORE_COLUMNS)],
         "slots": [kept.tolist(), str(kept.dtype)],
         "rows": [row.tolist(), str(row.dtype)],
-        "bytes": slot_table_bytes(VOCAB, 0),
+        "bytes": slot_table_bytes(VOCAB, 0).slot,
         "sampled": sampled(),
         "researched": researched(),
     }
