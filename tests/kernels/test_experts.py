@@ -18,6 +18,8 @@ from deepinfer_jax.kernels.experts.shapes import RELEASED, Shape
 from deepinfer_jax.kernels.weights import Fp4Weight
 from tests.support.experts_oracle import MAGNITUDES, brute_force
 
+pytestmark = pytest.mark.toy
+
 CHOICES = {"reference": KernelChoice(), "triton": KernelChoice(experts="triton", interpret=True)}
 
 GOLDEN_A = Shape("golden A", 6, 3, 8, 64, 32)

@@ -4,6 +4,8 @@ import pytest
 
 from deepinfer_jax.kernels.launches import Launches, count_launches
 
+pytestmark = pytest.mark.toy
+
 MODULE = """HloModule jit_f, is_scheduled=true
 
 %fused (p.0: f32[4]) -> f32[4] {
