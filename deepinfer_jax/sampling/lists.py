@@ -18,7 +18,7 @@ def token_logprobs(logprobs: Array, tokens: Array) -> Array:
 
 
 def reported_logprobs(logits: Array, processed: Array, rows: SamplingRows) -> Array:
-    """The log-probabilities float32 [rows, vocab] that are told: those that are sampled from, or the model's."""
+    """The log-probabilities float32 [rows, vocab] that are reported: those that are sampled from, or the model's."""
     return jax.lax.cond(
         jnp.any(rows.raw_logprobs),
         lambda: jnp.where(rows.raw_logprobs[:, None], jax.nn.log_softmax(logits), processed),

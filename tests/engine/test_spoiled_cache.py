@@ -130,7 +130,7 @@ def test_snapshots_that_are_given_up_are_overwritten() -> None:
     for seed in (1, 2):
         ask(engine, random_prompt(9, seed=seed))
     last = snapshots(engine)
-    engine.step()  # what the last step drove out is told by the next plan
+    engine.step()  # what the last step drove out is reported by the next plan
     assert all((state == 0xFF).all() for state in first)
     assert not any((state == 0xFF).all() for state in last)
     assert ask(engine, prompt) == (greedy_twin(TABLE, prompt, 3), 0, "length")

@@ -17,7 +17,7 @@ GRIDS = ((4, 5), (3, 3))
 """Rows and columns of patches of the two golden images."""
 
 
-def picture(mode: str, index: int) -> tuple[Array, Array, Array]:
+def golden_image(mode: str, index: int) -> tuple[Array, Array, Array]:
     """(patches, after the tower, aligner rows) of a golden image."""
     arrays = Case("A_s28", "img", mode).arrays
     patches, vit, embeds = (arrays[f"image{index}/{key}"] for key in ("patches", "vit", "embeds"))
@@ -30,7 +30,7 @@ def test_tower_and_aligner_are_the_golden_ones(precision: str, index: int) -> No
     """Measured: at most 2e-6 in float32. In bf16 a sum in another order lands on the other side of a rounding edge now
     and then, which moves its successors by a bf16 step of a value of about 1, 2⁻⁷."""
     config, params = model("A_s28", precision)
-    patches, vit, embeds = picture(MODES[precision], index)
+    patches, vit, embeds = golden_image(MODES[precision], index)
     found = encode_image(params, config, jnp.asarray(patches), *GRIDS[index], precision=precision)
     for array, wanted in zip(found, (vit, embeds), strict=True):
         assert array.shape == wanted.shape
@@ -73,7 +73,7 @@ def test_gradients_reach_pixels_and_weights_and_are_those_of_differences(monkeyp
     """Along one random direction, in tiles: central differences in float32 leave a few parts in ten thousand."""
     monkeypatch.setattr(deepinfer_jax.model.vision, "SCORE_BYTES", 4 * 2 * 20 * 7)
     config, params = model("A_s28", "float32_exact")
-    patches = jnp.asarray(picture("f32nq", 0)[0])
+    patches = jnp.asarray(golden_image("f32nq", 0)[0])
     rng = np.random.default_rng(0)
     weights, direction = rng.standard_normal((4, config.text.hidden_size)), rng.standard_normal(patches.shape)
 

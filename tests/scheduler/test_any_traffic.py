@@ -21,7 +21,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     Preemption comes by itself: the pools hold little more than one sequence. So do hits: many prompts begin alike, and
     some go on from what others said. The twin checks every plan, result and account; at the end all must finish, each
-    told once, with the text that it would have had alone.
+    reported once, with the text that it would have had alone.
     """
 
     @initialize(data=st.data())

@@ -1,4 +1,4 @@
-"""Decode steps are sized by what earlier ones told of their drafts."""
+"""Decode steps are sized by what earlier ones reported of their drafts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How sequences end before their time: aborted, failed or refused; each is told once and frees all."""
+"""How sequences end before their time: aborted, failed or refused; each is reported once and frees all."""
 
 import pytest
 

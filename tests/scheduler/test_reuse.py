@@ -143,14 +143,14 @@ def test_what_was_evicted_is_computed_again_and_found_again() -> None:
 def test_images_of_other_content_are_no_hit() -> None:
     twin = reusing()
 
-    def picture(seq_id: int, digest: bytes) -> Sequence:
+    def image_of(seq_id: int, digest: bytes) -> Sequence:
         sequence = text(seq_id, [9] * 10)
         sequence.images = (ImageContent(5, 7, digest),)
         return sequence
 
-    finish(twin, picture(0, b"cat"))
-    assert finish(twin, picture(1, b"dog"))[0][0][1] == 0  # there is no snapshot at 4
-    assert finish(twin, picture(2, b"cat")) == [[(2, 8, 2)]]
+    finish(twin, image_of(0, b"cat"))
+    assert finish(twin, image_of(1, b"dog"))[0][0][1] == 0  # there is no snapshot at 4
+    assert finish(twin, image_of(2, b"cat")) == [[(2, 8, 2)]]
     twin.drain()
 
 
