@@ -15,7 +15,7 @@ from tests.support.paths import GOLDEN_A
 pytestmark = pytest.mark.pure
 
 
-def picture(width, height, seed=0):
+def pixels(width, height, seed=0):
     """Random pixels, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
@@ -43,7 +43,7 @@ def test_the_golden_patches_are_bit_equal():
 )
 def test_patches_are_those_of_pillows_padding(size, changes):
     rule = rules(min_pixels=3000) if not changes else rules(**changes)
-    processor, rgb = ImageProcessor(rule), picture(*size)
+    processor, rgb = ImageProcessor(rule), pixels(*size)
     plan = processor.layout(*size)
     canvas = (plan.pixel_width, plan.pixel_height)
     # model.md §10.1 names this call.
@@ -71,7 +71,7 @@ def test_grey_stands_around_an_image_of_another_aspect():
 
 
 def test_a_wide_image_is_stretched_where_the_model_limits_the_ratio():
-    processor, rgb = ImageProcessor(rules(min_pixels=0, max_wh_ratio=2)), picture(200, 20)
+    processor, rgb = ImageProcessor(rules(min_pixels=0, max_wh_ratio=2)), pixels(200, 20)
     result = processor.process(rgb)
     assert (result.layout.pixel_width, result.layout.pixel_height) == (42, 28)
     np.testing.assert_array_equal(result.pixels, Image.fromarray(rgb).resize((42, 28), Image.Resampling.BICUBIC))
@@ -79,7 +79,7 @@ def test_a_wide_image_is_stretched_where_the_model_limits_the_ratio():
 
 def test_an_image_that_would_vanish_is_stretched():
     # 1 x 3000 fits into 14 x 294 as 0.1 x 294; DB §4.4 falls back to a plain resize.
-    processor, rgb = ImageProcessor(rules(min_pixels=0, max_image_tokens=16)), picture(1, 3000)
+    processor, rgb = ImageProcessor(rules(min_pixels=0, max_image_tokens=16)), pixels(1, 3000)
     result = processor.process(rgb)
     canvas = (result.layout.pixel_width, result.layout.pixel_height)
     assert canvas == (42, 294)
@@ -88,7 +88,7 @@ def test_an_image_that_would_vanish_is_stretched():
 
 def test_equal_digests_mean_equal_pixels():
     processor = ImageProcessor(rules(min_pixels=0))
-    rgb = picture(28, 14)
+    rgb = pixels(28, 14)
     other = rgb.copy()
     other[3, 4, 1] ^= 1
     digests = {processor.process(image).digest for image in (rgb, other, rgb.reshape(28, 14, 3))}

@@ -50,7 +50,7 @@ def processor(**options):
     return MultimodalProcessor(small, Letters(), **given)
 
 
-def picture(size, shade=0):
+def pixels(size, shade=0):
     return np.full((size[1], size[0], 3), shade, np.uint8)
 
 
@@ -64,7 +64,7 @@ def sentinels(tokens):
 
 def test_a_placeholder_becomes_the_tokens_of_its_image():
     ids = np.array([*text("ab"), PLACEHOLDER, *text("c")])
-    prompt = processor().overwrite_prompt(ids, {"image_bytes": [picture((8, 4))], "image_sizes": [(8, 4)]})
+    prompt = processor().overwrite_prompt(ids, {"image_bytes": [pixels((8, 4))], "image_sizes": [(8, 4)]})
     assert prompt.token_ids.dtype == prompt.mm_token_type.dtype == np.int32
     assert prompt.token_ids.tolist() == [*text("ab"), 102, 101, 101, 101, 101, *text("c")]
     assert prompt.mm_token_type.tolist() == [0, 0, 3, 2, 2, 5, 4, 0]
@@ -82,7 +82,7 @@ def test_a_placeholder_becomes_the_tokens_of_its_image():
 )
 def test_every_spelling_gives_the_same_prompt(runs, sizes):
     sizes = sizes[: len(runs) - 1]
-    data = {"image_bytes": [picture(size, shade) for shade, size in enumerate(sizes)]}
+    data = {"image_bytes": [pixels(size, shade) for shade, size in enumerate(sizes)]}
     spellings = {"single": [], "reference": [], "deepinfer": []}
     spans = []
     for run, size in zip(runs, [*sizes, None], strict=True):
@@ -148,7 +148,7 @@ def test_a_prompt_of_text_alone_stays_text(data):
 def test_the_callers_data_stay_as_they_are():
     ids = np.array([PLACEHOLDER, 5], np.int32)
     png = io.BytesIO()
-    Image.fromarray(picture((8, 4))).save(png, "PNG")
+    Image.fromarray(pixels((8, 4))).save(png, "PNG")
     data = {"image_bytes": [png.getvalue()], "image_sizes": [(8, 4)]}
     given_ids, given_data = ids.copy(), copy.deepcopy(data)
     first, second = (processor().overwrite_prompt(ids, data) for _ in range(2))
@@ -160,7 +160,7 @@ def test_the_callers_data_stay_as_they_are():
     assert given_ids[1] == 5
 
 
-TWO = {"image_bytes": [picture((4, 4)), picture((8, 4))]}
+TWO = {"image_bytes": [pixels((4, 4)), pixels((8, 4))]}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_placeholders_and_images_that_do_not_match_are_refused(ids, data, messag
 @pytest.mark.parametrize("spelling", ["<Image>", "<img/>", "[image]", "< image >"])
 def test_a_placeholder_spelled_differently_is_named(spelling):
     with pytest.raises(ValueError, match=rf"The prompt spells {re.escape(spelling)}; the placeholder is <image>$"):
-        processor().overwrite_prompt(text(f"see {spelling}"), {"image_bytes": [picture((4, 4))]})
+        processor().overwrite_prompt(text(f"see {spelling}"), {"image_bytes": [pixels((4, 4))]})
 
 
 def test_the_released_placeholder_is_found_and_one_with_other_bars_too(edited_dir, rename):
@@ -209,7 +209,7 @@ def test_the_released_placeholder_is_found_and_one_with_other_bars_too(edited_di
     tokenizer = get_hf_tokenizer(edited_dir(tokenizer=rename({"<｜image2｜>": "<｜deepseek_image｜>"})))
     vision = MultimodalProcessor(rules(), tokenizer, image_token_id=129_264, vocab_size=129_280)
     assert vision.placeholder == "<｜deepseek_image｜>"
-    data = {"image_bytes": [picture((64, 48))]}
+    data = {"image_bytes": [pixels((64, 48))]}
     prompt = vision.overwrite_prompt(tokenizer.encode("Look: <｜deepseek_image｜>!"), data)
     before, image, _ = prompt.segments
     assert tokenizer.decode(prompt.token_ids[: before.length][1:]) == "Look: "
@@ -221,7 +221,7 @@ def test_the_released_placeholder_is_found_and_one_with_other_bars_too(edited_di
 
 def test_brackets_of_other_names_are_not_suspected():
     with pytest.raises(ValueError, match=r"as many tokens as it takes$"):
-        processor().overwrite_prompt(text("<imagine> [b] imagery"), {"image_bytes": [picture((4, 4))]})
+        processor().overwrite_prompt(text("<imagine> [b] imagery"), {"image_bytes": [pixels((4, 4))]})
 
 
 def test_a_wrong_declared_size_is_refused():
@@ -234,7 +234,7 @@ def test_sizes_are_those_of_the_upright_image():
     exif = Image.Exif()
     exif[0x0112] = 6
     file = io.BytesIO()
-    Image.fromarray(picture((8, 4))).save(file, "PNG", exif=exif)
+    Image.fromarray(pixels((8, 4))).save(file, "PNG", exif=exif)
     data = {"image_bytes": [file.getvalue()]}
     (image,) = processor().overwrite_prompt([PLACEHOLDER], data).images
     assert (image.width, image.height, image.stop) == (4, 8, TOKENS[4, 8])
@@ -247,7 +247,7 @@ def test_sizes_are_those_of_the_upright_image():
     [
         ({"image_bytes": [b"junk"]}, "image 0 of the request: 4 bytes are not an image"),
         (
-            {"image_bytes": [picture((4, 4)), "no/such/file"]},
+            {"image_bytes": [pixels((4, 4)), "no/such/file"]},
             r"image 1 of the request: the image file .* cannot be",
         ),
         ({"image_bytes": None}, r"\['image_bytes'\] is None: the images of the request never arrived"),
@@ -263,12 +263,12 @@ def test_an_image_that_cannot_be_used_is_named(data, message):
     [
         ({"images": []}, r"unknown keys \['images'\]; it may hold \['image_bytes', 'image_sizes'\]"),
         ({"image_bytes": b"junk"}, "must be a list of images, not a bytes"),
-        ({"image_bytes": [picture((4, 4))], "image_sizes": []}, "has 1 images but 0 sizes"),
+        ({"image_bytes": [pixels((4, 4))], "image_sizes": []}, "has 1 images but 0 sizes"),
         ({"image_sizes": [(4, 4)]}, "has 0 images but 1 sizes"),
-        ({"image_bytes": [picture((4, 4))], "image_sizes": [4]}, r"is \(width, height\) in pixels, not 4"),
-        ({"image_bytes": [picture((4, 4))], "image_sizes": [(4, 4, 3)]}, r"not \(4, 4, 3\)"),
-        ({"image_bytes": [picture((4, 4))], "image_sizes": [(4.5, 4)]}, r"not \(4.5, 4\): two integers"),
-        ({"image_bytes": [picture((4, 4))], "image_sizes": [(float("inf"), 4)]}, r"not \(inf, 4\): two integers"),
+        ({"image_bytes": [pixels((4, 4))], "image_sizes": [4]}, r"is \(width, height\) in pixels, not 4"),
+        ({"image_bytes": [pixels((4, 4))], "image_sizes": [(4, 4, 3)]}, r"not \(4, 4, 3\)"),
+        ({"image_bytes": [pixels((4, 4))], "image_sizes": [(4.5, 4)]}, r"not \(4.5, 4\): two integers"),
+        ({"image_bytes": [pixels((4, 4))], "image_sizes": [(float("inf"), 4)]}, r"not \(inf, 4\): two integers"),
     ],
 )
 def test_data_of_another_shape_are_refused(data, message):
@@ -280,7 +280,7 @@ def test_on_request_mismatches_are_treated_as_deepinfer_does(caplog):
     tolerant = processor(on_image_mismatch="warn")
     with caplog.at_level(logging.WARNING):
         # More placeholders than images: those left over are plain tokens.
-        prompt = tolerant.overwrite_prompt([PLACEHOLDER, 1, PLACEHOLDER], {"image_bytes": [picture((4, 4))]})
+        prompt = tolerant.overwrite_prompt([PLACEHOLDER, 1, PLACEHOLDER], {"image_bytes": [pixels((4, 4))]})
         assert prompt.token_ids.tolist() == [*sentinels(4), 1, PLACEHOLDER]
         assert prompt.mm_token_type.tolist() == [3, 2, 5, 4, 0, 0]
         # More images than placeholders: those left over are dropped.
@@ -289,7 +289,7 @@ def test_on_request_mismatches_are_treated_as_deepinfer_does(caplog):
         assert len(prompt.images) == 1
         assert tolerant.overwrite_prompt([1, 2], TWO).token_ids.tolist() == [1, 2]
         # The declared size decides the layout; the image is fitted into it: 8 x 4 in 4 x 8 is 4 x 2, on grey.
-        data = {"image_bytes": [picture((8, 4))], "image_sizes": [(4, 8)]}
+        data = {"image_bytes": [pixels((8, 4))], "image_sizes": [(4, 8)]}
         (image,) = tolerant.overwrite_prompt([PLACEHOLDER], data).images
     assert (image.width, image.height, image.stop) == (4, 8, TOKENS[4, 8])
     assert image.image.pixels[:, 0, 0].tolist() == [127] * 3 + [0] * 2 + [127] * 3
