@@ -24,7 +24,7 @@ from deepinfer_jax.engine.handover.sequence_state import StateIdentity
 from deepinfer_jax.tokenization import ImagePrompt, MultimodalProcessor, get_hf_tokenizer
 from tests.support.engine_runs import drain, is_idle
 from tests.support.paths import GOLDEN_A
-from tests.support.real_model import MAX_POSITIONS, long_golden_a
+from tests.support.real_model import MAX_POSITIONS
 from tests.support.small_model import write_small_model
 
 SIZES = {
@@ -295,7 +295,7 @@ class TestRefusals:
         make_tiny(tmp_path / "weights", folder / "config.json", seed=1)
         self._refused(engine(tmp_path / "weights", EngineType.COMPLETION), file, "other weights")
         config["text_config"]["routed_scaling_factor"] = 2.0
-        changed = long_golden_a(tmp_path / "config")
+        changed = write_small_model(tmp_path / "config", MAX_POSITIONS)
         (changed / "config.json").write_text(json.dumps(config))
         self._refused(engine(changed, EngineType.COMPLETION), file, "another model configuration")
 
