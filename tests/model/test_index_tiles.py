@@ -85,7 +85,7 @@ def test_temporaries_of_a_long_context_are_less_than_the_scores_of_all_rows(monk
     context, time = 1 << 16, 64
     monkeypatch.setattr(indexer, "PRODUCT_BYTES", 1 << 16)
     set_rows(monkeypatch, 2, 1, context)
-    params = jax.eval_shape(lambda: small_params("reference"))
+    params = small_params("reference")
     cache = jax.eval_shape(lambda: init_cache(small_config(), 1, context, precision="reference"))
     tokens = jax.ShapeDtypeStruct((1, time), jnp.int32)
     compiled = jax.jit(lambda *arguments: advance(*arguments)[:2], donate_argnums=1).lower(params, cache, tokens)

@@ -51,4 +51,5 @@ def write_small_model(folder: Path, max_positions: int) -> Path:
 @functools.cache
 def small_params(precision: str) -> Params:
     """Random parameters of `small_config`."""
-    return init_params(small_config(), jax.random.key(0), precision=precision)
+    with jax.ensure_compile_time_eval():  # what is kept must not be a tracer of whoever asks first
+        return init_params(small_config(), jax.random.key(0), precision=precision)
