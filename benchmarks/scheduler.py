@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from deepinfer_jax.engine.args import EngineArgs
 from deepinfer_jax.engine.config import MOST_PROGRAMS
+from deepinfer_jax.engine.environ import rearm
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.loading import EngineParts, ModelParts, TokenParts
 from deepinfer_jax.engine.requests.sampling_params import SamplingParams
@@ -105,6 +106,8 @@ def _result(rows: int, tokens: int) -> Done:
 
 def instant_engine(num_drafts: int, caching: bool) -> LLMEngine:
     """An engine that never waits for a device."""
+    os.environ["DEEPINFER_USE_NEXTN_DECODE"] = str(num_drafts)
+    rearm()
     args = EngineArgs(model="none", max_num_seqs=SEQUENCES, disable_log_stats=True, enable_prefix_caching=caching)
 
     def parts(args: EngineArgs) -> EngineParts:
@@ -126,8 +129,9 @@ def measure(num_drafts: int, caching: bool) -> tuple[float, float, dict[str, flo
         prompt = np.concatenate([[4 + request], np.resize(PROMPT, 31 + request % 128)])
         engine.add_request("u", str(request), SamplingParams(max_tokens=1 << 20, ignore_eos=True), prompt)
     expected = SEQUENCES * (1 + num_drafts)
-    while len(engine.step()) != expected:
-        pass
+    for _ in range(2 * SEQUENCES):  # until all prompts are computed
+        if len(engine.step()) == expected:
+            break
     before = dict(engine.stats())
     times = []
     for _ in range(STEPS):
