@@ -61,8 +61,6 @@ class Scheduler[R]:
         self.buckets = buckets
         self.verification = verification
         self.limits = limits
-        self.data_parallel_size = limits.data_parallel_size
-        self.decodes = limits.decodes
         self._residents = ResidentSequences(
             limits.data_parallel_size, limits.num_slots, limits.num_blocks, limits.tokens_per_block
         )
@@ -173,7 +171,7 @@ class Scheduler[R]:
         Raises RuntimeError if two plans are in flight.
         """
         self._in_flight.check_room()
-        grown = self._decode.reserve() if self.decodes else {}
+        grown = self._decode.reserve() if self.limits.decodes else {}
         prefill, restores = self._prefill.plan()
         decode = self._decode.plan(grown, self.verification)  # after prefill, which may preempt its rows
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAMES = {
     "model.md": "model.md",

@@ -139,25 +139,25 @@ def sampling_rows(
         return spread(read_pool(getattr(kept, name), slots))
 
     idle = slots >= num_slots
-    holder = jnp.where(idle, -1, slots + num_slots * jnp.arange(data)[:, None])  # in the flat tables
-    residents = spread(holder)
+    table_row = jnp.where(idle, -1, slots + num_slots * jnp.arange(data)[:, None])  # in the flat tables
+    table_rows = spread(table_row)
     before = jnp.where(step <= step[:, None], uncounted[:, :, None], -1).reshape(data * rows * time, time)
     if masked is None:
-        mask = jnp.full_like(residents, -1)
+        mask = jnp.full_like(table_rows, -1)
     else:
-        own = holder[..., None]
+        own = table_row[..., None]
         has_mask = (masked[..., None] >> step & 1 > 0) & (own >= 0)
         mask = jnp.where(has_mask, own * tables.masks.shape[2] + step, -1).reshape(-1)
     own_fields = {
-        name: of(name) | (residents < 0) if name == "greedy" else of(name)  # an idle row draws nothing
+        name: of(name) | (table_rows < 0) if name == "greedy" else of(name)  # an idle row draws nothing
         for name in ROW_FIELDS
     }
     return SamplingRows(
         **own_fields,
         position=(position[..., None] + step).reshape(-1),
         forced=forced.reshape(-1),
-        edits=jnp.where(of("edited"), residents, -1),
-        counts=jnp.where(of("penalised"), residents, -1),
+        edits=jnp.where(of("edited"), table_rows, -1),
+        counts=jnp.where(of("penalised"), table_rows, -1),
         mask=mask,
         uncounted=before,
     )

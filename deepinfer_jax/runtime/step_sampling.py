@@ -110,8 +110,7 @@ def next_drafts(
             with batch_invariant(model.batch_invariant):
                 return rowwise(of_rows, lead=1)(logits, rows)
 
-        with jax.named_scope("draft"):
-            return model.draft(params, cache, slots, lengths, given, count, pick)
+        return model.draft(params, cache, slots, lengths, given, count, pick)
 
     nothing = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(draw))
     drafted = jax.lax.cond(jnp.any(wanted), draw, lambda: nothing)

@@ -61,7 +61,7 @@ def test_no_move_copies_a_pool(move: StateOp, packed: bool, precision: Precision
     shape, width = dataclasses.replace(SHAPE, num_drafts=3), 8
     cache = jax.eval_shape(lambda: init_pools(model.state(shape.tokens_per_block), shape))
     state = StepState(cache, jax.eval_shape(lambda: init_slot_table(shape, width, model.vocab_size)))
-    params = jax.eval_shape(lambda: small_params.__wrapped__(precision))  # a cached call would keep tracers
+    params = small_params(precision)
     program = jax.jit(state_op_program(model, move, shape), donate_argnums=1 if move in WRITES else ())
     compiled = program.lower(params, state, *state_op_input_shapes(model, move, shape, width)).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()

@@ -51,7 +51,7 @@ def scopes(lowered: Any) -> set[str]:
 @pytest.mark.parametrize("function", STAGES, ids=lambda function: function.__name__)
 def test_every_stage_has_its_name_in_the_program(function: Any) -> None:
     config = small_config()
-    params = jax.eval_shape(lambda: small_params.__wrapped__(PRECISION))  # a cached call would keep tracers
+    params = small_params(PRECISION)
     cache = jax.eval_shape(lambda: init_cache(config, 2, 32, precision=PRECISION))
     images = jax.ShapeDtypeStruct((3, config.text.hidden_size), np.float32)
     patches = jax.ShapeDtypeStruct((54, 3 * config.vision.patch_size**2), np.float32)

@@ -17,6 +17,7 @@ from deepinfer_jax.runtime.slot_sampling import SAMPLING_FIELDS
 from deepinfer_jax.runtime.step_result import StepResult
 from deepinfer_jax.scheduler import Bucket, BucketTable, DecodeStep, PrefillStep
 from deepinfer_jax.tokenization import ImageTokenOffset
+from tests.support.golden import log_softmax
 from tests.support.paths import GOLDEN_A
 
 pytestmark = pytest.mark.real
@@ -137,11 +138,6 @@ def distribution(result: StepResult, row: int) -> np.ndarray:
     found = np.empty(VOCAB, np.float32)
     found[result.top_tokens[row, 0]] = result.top_logprobs[row, 0]
     return found
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
 def near(found: Any, wanted: np.ndarray) -> None:

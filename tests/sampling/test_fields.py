@@ -10,7 +10,8 @@ from deepinfer_jax.memory.parts import slot_table_bytes
 from deepinfer_jax.sampling import SamplerState
 from deepinfer_jax.sampling.fields import SamplerScalars
 from tests.support.added_scalar import LEAST
-from tests.support.children import ROOT, run_child
+from tests.support.children import run_child
+from tests.support.paths import ROOT
 from tests.support.toy import VOCAB
 
 pytestmark = pytest.mark.toy

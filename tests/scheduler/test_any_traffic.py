@@ -88,7 +88,7 @@ class AnyTraffic(RuleBasedStateMachine):
         prompt = first.prompt_token_ids.tolist() + first.output_token_ids + more
         self.twin.add(self._sequence(prompt, max_tokens=6)).reuse = reuse
 
-    @precondition(lambda self: self.twin.scheduler.decodes)
+    @precondition(lambda self: self.twin.scheduler.limits.decodes)
     @rule(word=st.integers(0, 1), num_words=st.integers(1, 20), num_outputs=st.integers(1, 4))
     def add_an_imported_one(self, word: int, num_words: int, num_outputs: int) -> None:
         sequence = self._sequence([word] * num_words, max_tokens=num_outputs + 8)

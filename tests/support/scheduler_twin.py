@@ -141,7 +141,7 @@ class Twin:
         self._check_plan(plan)
         self.num_plans += 1
         assert self.num_plans < 20_000, "no end"
-        if self.scheduler.data_parallel_size == 1 and plan.prefill:
+        if self.scheduler.limits.data_parallel_size == 1 and plan.prefill:
             for sequence in plan.prefill.sequences:
                 # It may come back if it shares now what it had twice before.
                 others = {block for s in self.sequences if s is not sequence for block in s.block_table}
@@ -218,7 +218,7 @@ class Twin:
 
     def held(self) -> list[Sequence]:
         """Sequences that can be handed over."""
-        if self.scheduler.decodes:
+        if self.scheduler.limits.decodes:
             return []
         running = [s for s in self.sequences if s.status == SequenceStatus.RUNNING and s not in self.handed_over]
         return [s for s in running if not self._in_flight(s)]
@@ -278,7 +278,7 @@ class Twin:
 
     def _may_decode(self, sequence: Sequence) -> bool:
         """Its prompt is computed, and its results in flight may leave something to generate."""
-        if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.decodes:
+        if sequence.status != SequenceStatus.RUNNING or not sequence.schedulable or not self.scheduler.limits.decodes:
             return False
         steps = [step for plan, _ in self.in_flight for step in (plan.prefill, plan.decode) if step]
         if sequence.waits_for_results and any(sequence in s.sequences and sequence not in s.dropped for s in steps):
@@ -311,7 +311,7 @@ class Twin:
                 assert plan.prefill.starts[plan.prefill.sequences.index(sequence)] == restore.num_tokens
         self._check_blocks(plan, steps)
         if plan.prefill:
-            per_index = np.zeros(scheduler.data_parallel_size, int)
+            per_index = np.zeros(scheduler.limits.data_parallel_size, int)
             np.add.at(per_index, plan.prefill.dp_rank, plan.prefill.num_new_tokens)
             if plan.decode:
                 np.add.at(per_index, plan.decode.dp_rank, 1 + scheduler.limits.num_drafts)

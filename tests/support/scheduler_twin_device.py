@@ -54,8 +54,8 @@ class Device:
     def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
         self.scheduler = scheduler
         self.tokens_per_block = scheduler.limits.tokens_per_block
-        size = scheduler.total_slots // scheduler.data_parallel_size
-        self.slots = [[Slot() for _ in range(size)] for _ in range(scheduler.data_parallel_size)]
+        size = scheduler.total_slots // scheduler.limits.data_parallel_size
+        self.slots = [[Slot() for _ in range(size)] for _ in range(scheduler.limits.data_parallel_size)]
         self.memory: dict[tuple[int, int, int], int] = {}  # (dp rank, block, offset) -> token
         self.writer: dict[tuple[int, int], Sequence] = {}  # (dp rank, block) -> who wrote to it last
         self.kept: list[State] = []  # all that was ever captured: so what is given up is held by someone
